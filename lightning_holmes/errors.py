@@ -1,0 +1,24 @@
+"""The exceptions that users meet. Every module may import them; they import nothing.
+
+Each message names the value that is wrong, the place where it stands and what to write instead:
+
+    raise ConfigurationError("pipeline_parallel_size=3 does not divide the world size 8; use 1, 2, 4 or 8")
+
+Mistakes in our own code are plain assertions, not these.
+"""
+
+
+class HolmesError(Exception):
+    """What all exceptions of this package have in common."""
+
+
+class ConfigurationError(HolmesError, ValueError):
+    """An option or a file is wrong. The message names the value, the place and the fix."""
+
+
+class UnsupportedModuleError(HolmesError, TypeError):
+    """The LightningModule cannot give the numbers of plain Lightning as a pipeline. The message says why."""
+
+
+class RemoteError(HolmesError, RuntimeError):
+    """Another rank failed first. The message names that rank and carries its error."""

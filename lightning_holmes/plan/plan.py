@@ -1,0 +1,151 @@
+"""Plan: everything that was decided about a run. Frozen plain data, with a YAML round trip.
+
+It owns no decision: the strategy fills it from partition, schedule and placement, prints it at the start
+(plan/report.py) and saves it beside each checkpoint.
+
+    plan.save("plan.yaml")
+    assert Plan.load("plan.yaml") == plan
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import yaml
+
+from lightning_holmes.cluster.yaml_node import YamlNode
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+
+Axis = Literal["pipeline", "data_parallel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group of processes: its global ranks, the transport it uses, and why it uses that one."""
+
+    name: str
+    axis: Axis
+    ranks: tuple[int, ...]
+    transport: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What runs where and how.
+
+    layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
+    of its ranks, or several joined by "+". notes explain each automatic choice in one line.
+    """
+
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    num_microbatches: int
+    eval_num_microbatches: int
+    schedule: str
+    num_chunks: int
+    layers: str
+    partition: Partition
+    placement: Placement
+    clusters: tuple[str, ...]
+    groups: tuple[GroupPlan, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = (self.placement.pipeline_parallel_size, self.placement.data_parallel_size)
+        if size != (self.pipeline_parallel_size, self.data_parallel_size):
+            raise ConfigurationError(
+                f"plan: the placement is {size[0]} x {size[1]}, but pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} and data_parallel_size={self.data_parallel_size}"
+            )
+        if self.partition.num_stages != self.num_stages:
+            raise ConfigurationError(
+                f"plan: the partition has {self.partition.num_stages} stages, but pipeline_parallel_size x "
+                f"num_chunks is {self.num_stages}"
+            )
+        if len(self.clusters) != self.pipeline_parallel_size:
+            raise ConfigurationError(
+                f"plan: {len(self.clusters)} entries in clusters; one per pipeline rank, that is "
+                f"{self.pipeline_parallel_size}, are needed"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks times chunks."""
+        return self.pipeline_parallel_size * self.num_chunks
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pipeline_parallel_size * self.data_parallel_size
+
+    def stages_of(self, pipeline_rank: int) -> range:
+        """The stages that a pipeline rank holds, one per chunk."""
+        return range(pipeline_rank, self.num_stages, self.pipeline_parallel_size)
+
+    def to_yaml(self) -> str:
+        """YAML text that from_yaml_text reads back as an equal plan."""
+        data: dict[str, Any] = {
+            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
+            "partition": list(self.partition.layer_counts),
+            "placement": [list(row) for row in self.placement.grid],
+            "clusters": list(self.clusters),
+            "groups": [{**asdict(group), "ranks": list(group.ranks)} for group in self.groups],
+            "notes": list(self.notes),
+        }
+        return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110))
+
+    @classmethod
+    def from_yaml_text(cls, text: str, *, source: str = "plan") -> Plan:
+        """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
+        root = YamlNode.parse(text, source=source)
+        entries = root.mapping(required=[entry.name for entry in fields(cls)])
+        return cls(
+            pipeline_parallel_size=entries["pipeline_parallel_size"].integer(minimum=1),
+            data_parallel_size=entries["data_parallel_size"].integer(minimum=1),
+            num_microbatches=entries["num_microbatches"].integer(minimum=1),
+            eval_num_microbatches=entries["eval_num_microbatches"].integer(minimum=1),
+            schedule=entries["schedule"].choice(SCHEDULE_NAMES),
+            num_chunks=entries["num_chunks"].integer(minimum=1),
+            layers=entries["layers"].text(),
+            partition=Partition(_read_integers(entries["partition"], minimum=1)),
+            placement=Placement(
+                tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1))
+            ),
+            clusters=tuple(entry.text() for entry in entries["clusters"].items()),
+            groups=tuple(_read_group(entry) for entry in entries["groups"].items()),
+            notes=tuple(entry.text() for entry in entries["notes"].items()),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file. Raises ConfigurationError if it cannot be read."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
+        return cls.from_yaml_text(text, source=str(path))
+
+
+def _read_integers(node: YamlNode, *, minimum: int) -> tuple[int, ...]:
+    return tuple(entry.integer(minimum=minimum) for entry in node.items(minimum=1))
+
+
+def _read_group(node: YamlNode) -> GroupPlan:
+    entries = node.mapping(required=[entry.name for entry in fields(GroupPlan)])
+    return GroupPlan(
+        name=entries["name"].text(),
+        axis=cast(Axis, entries["axis"].choice(get_args(Axis))),
+        ranks=_read_integers(entries["ranks"], minimum=0),
+        transport=entries["transport"].text(),
+        reason=entries["reason"].text(),
+    )

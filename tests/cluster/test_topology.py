@@ -1,0 +1,235 @@
+"""Topology files: what is read, what is written, and what every mistake is told."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_holmes.cluster import topology as topology_module
+from lightning_holmes.cluster.topology import Cluster, Host, Link, Nic, Topology
+from lightning_holmes.errors import ConfigurationError, HolmesError
+
+GOOD = """\
+clusters:
+  - name: berlin
+    hosts:
+      - name: node
+        count: 2
+        devices: 4
+        nics:
+          - {name: mlx5_0, kind: infiniband, bandwidth: 200 Gbit/s}
+          - {name: eth0, kind: ethernet}
+  - name: paris
+    hosts:
+      - {name: gpu, devices: 8}
+links:
+  - ends: [berlin, paris]
+    transport: ethernet
+    bandwidth: 25 Gbit/s
+    latency: 50 us
+"""
+
+
+def test_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text(GOOD)
+    topology = Topology.from_yaml(path)
+    nics = (
+        Nic(name="mlx5_0", kind="infiniband", bandwidth_bytes_per_s=25e9),
+        Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=None),
+    )
+    assert topology == Topology(
+        clusters=(
+            Cluster(
+                name="berlin",
+                hosts=(
+                    Host(name="node-0", devices=4, nics=nics),
+                    Host(name="node-1", devices=4, nics=nics),
+                ),
+            ),
+            Cluster(name="paris", hosts=(Host(name="gpu", devices=8),)),
+        ),
+        links=(
+            Link(
+                ends=("berlin", "paris"), transport="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6
+            ),
+        ),
+    )
+    assert topology.num_devices == 16
+    assert [topology.cluster_of_rank(rank).name for rank in (0, 7, 8, 15)] == [
+        "berlin",
+        "berlin",
+        "paris",
+        "paris",
+    ]
+    with pytest.raises(ConfigurationError, match=r"rank 16 .*topology\.yaml.* 0 to 15"):
+        topology.cluster_of_rank(16)
+
+
+def test_the_example_in_the_docstring_is_valid() -> None:
+    doc = topology_module.__doc__
+    assert doc is not None
+    lines = [line[4:] for line in doc.splitlines() if line.startswith("    ")]
+    assert Topology.from_yaml_text("\n".join(lines)).num_devices == 32
+
+
+def test_round_trip() -> None:
+    topology = Topology.from_yaml_text(GOOD)
+    assert Topology.from_yaml_text(topology.to_yaml()) == topology
+    single = Topology.single_cluster(2, 3)
+    assert single.num_devices == 6
+    assert Topology.from_yaml_text(single.to_yaml()) == single
+
+
+@given(
+    name=st.text(
+        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Co", "Cn", "Zl", "Zp")), min_size=1
+    ).filter(lambda text: text.strip() != ""),
+    bandwidth=st.floats(min_value=1e-300, max_value=1e300),
+    latency=st.floats(min_value=0, max_value=1e6),
+)
+def test_round_trip_is_exact(name: str, bandwidth: float, latency: float) -> None:
+    nic = Nic(name=name, kind="roce", bandwidth_bytes_per_s=bandwidth)
+    topology = Topology(
+        clusters=(
+            Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(nic,)),)),
+            Cluster(name=name + "2", hosts=(Host(name=name + "2", devices=3),)),
+        ),
+        links=(
+            Link(
+                ends=(name, name + "2"),
+                transport="ethernet",
+                bandwidth_bytes_per_s=bandwidth,
+                latency_s=latency,
+            ),
+        ),
+    )
+    assert Topology.from_yaml_text(topology.to_yaml()) == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("200 Gbit/s", 25e9),
+        ("1.5 GB/s", 1.5e9),
+        ("100Mbit/s", 12.5e6),
+        ("10 Gbps", 1.25e9),
+        ("2 GiB/s", 2.0 * 2**30),
+        ("8 bit/s", 1.0),
+        ("25e9", 25e9),
+        ("25.0e+9", 25e9),
+        ("1000", 1000.0),
+        (".5 kB/s", 500.0),
+    ],
+)
+def test_bandwidths(text: str, bytes_per_s: float) -> None:
+    topology = Topology.from_yaml_text(GOOD.replace("200 Gbit/s", text))
+    assert topology.clusters[0].hosts[0].nics[0].bandwidth_bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2 ms", 2e-3), ("50us", 50e-6), ("300 ns", 300e-9), ("0", 0.0), ("0.25", 0.25), ("1 s", 1.0)],
+)
+def test_latencies(text: str, seconds: float) -> None:
+    assert Topology.from_yaml_text(GOOD.replace("50 us", text)).links[0].latency_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("devices: 4", "device: 4", 6, ["'device'", "did you mean 'devices'", "count"]),
+        ("devices: 4", "devices: 0", 6, ["clusters[0].hosts[0].devices", "0 is not", "1 to"]),
+        ("devices: 4", "devices: -1", 6, ["-1 is not allowed"]),
+        ("devices: 4", "devices: 1.5", 6, ["1.5 is not allowed"]),
+        ("devices: 4", "devices: true", 6, ["true is not allowed"]),
+        ("devices: 4", 'devices: "4"', 6, ["'4' is not allowed"]),
+        ("devices: 4", "devices:", 6, ["nothing is not allowed"]),
+        ("devices: 4", "devices: [4]", 6, ["a list is not allowed"]),
+        ("devices: 4", "devices: 4\n        devices: 5", 7, ["'devices'", "second time"]),
+        ("        devices: 4\n", "", 4, ["'devices' is missing"]),
+        ("count: 2", "count: 0", 5, ["0 is not allowed"]),
+        ("count: 2", "count: 1000000000", 5, ["1000000000", "100000"]),
+        ("infiniband", "infinband", 8, ["'infinband'", "did you mean 'infiniband'", "roce, ethernet"]),
+        ("200 Gbit/s", "0 Gbit/s", 8, ["bandwidth", "'0 Gbit/s'", "positive"]),
+        ("200 Gbit/s", "-1", 8, ["-1 is not allowed"]),
+        ("200 Gbit/s", ".inf", 8, [".inf is not allowed"]),
+        ("200 Gbit/s", ".nan", 8, [".nan is not allowed"]),
+        ("200 Gbit/s", "1e999", 8, ["1e999"]),
+        ("200 Gbit/s", "200 Gb/s", 8, ["'Gb/s'", "misread", "bit/s"]),
+        ("200 Gbit/s", "200 parsec", 8, ["unknown unit 'parsec'"]),
+        ("200 Gbit/s", "fast", 8, ["'fast'", "200 Gbit/s"]),
+        ("200 Gbit/s", "[1]", 8, ["a list", "200 Gbit/s"]),
+        ("name: eth0", "name: mlx5_0", 9, ["mlx5_0", "already on line 8"]),
+        ("name: paris", "name: berlin", 10, ["berlin", "already on line 2"]),
+        ("name: gpu", "name: node-1", 12, ["node-1", "already on line 4"]),
+        ("name: paris", "name: 7", 10, ["7 is not a text", "quotes"]),
+        ("name: paris", 'name: " "', 10, ["empty"]),
+        ("[berlin, paris]", "[berlin, pari]", 14, ["'pari'", "did you mean 'paris'", "berlin, paris"]),
+        ("[berlin, paris]", "[berlin, berlin]", 14, ["both ends are 'berlin'"]),
+        ("[berlin, paris]", "[berlin]", 14, ["two ends, not 1"]),
+        ("transport: ethernet", "transport: tcp", 15, ["'tcp'", "ethernet"]),
+        ("latency: 50 us", "latency: -50 us", 17, ["'-50 us'", "latency of zero or more"]),
+        ("    latency: 50 us\n", "", 14, ["'latency' is missing"]),
+        ("links:", "link:", 13, ["'link'", "did you mean 'links'"]),
+        ("      - {name: gpu, devices: 8}", "      []", 12, ["0 entries", "at least 1"]),
+        ("      - {name: gpu, devices: 8}", "      gpu", 12, ["'gpu'", "a list is expected"]),
+        ("      - {name: gpu, devices: 8}", "      - gpu", 12, ["'gpu'", "a mapping with the keys name"]),
+        ("{name: gpu, devices: 8}", "{name: gpu, devices: 8", 13, ["not valid YAML"]),
+        ("{name: gpu, devices: 8}", "!!python/object:os.system {}", 12, ["'name' is missing"]),
+    ],
+)
+def test_mistakes_name_file_line_and_fix(old: str, new: str, line: int, words: list[str]) -> None:
+    assert GOOD.count(old) == 1
+    with pytest.raises(ConfigurationError) as caught:
+        Topology.from_yaml_text(GOOD.replace(old, new), source="my.yaml")
+    message = str(caught.value)
+    assert message.startswith(f"my.yaml, line {line}: "), message
+    for word in words:
+        assert word in message, message
+
+
+def test_repeated_link() -> None:
+    text = GOOD + "  - {ends: [paris, berlin], transport: ethernet, bandwidth: 1, latency: 0}\n"
+    with pytest.raises(ConfigurationError, match=r"line 18: .*already on line 14"):
+        Topology.from_yaml_text(text)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "clusters: []", "clusters: ", "- 1", "a: b: c", "\0"])
+def test_broken_files(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"broken\.yaml"):
+        Topology.from_yaml(path)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.yaml"):
+        Topology.from_yaml(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x9f")
+    with pytest.raises(ConfigurationError, match=r"binary\.yaml"):
+        Topology.from_yaml(tmp_path / "binary.yaml")
+
+
+def test_topologies_made_in_python_are_checked_too() -> None:
+    host = Host(name="a", devices=1)
+    cluster = Cluster(name="c", hosts=(host,))
+    with pytest.raises(ConfigurationError, match="devices=0"):
+        Host(name="a", devices=0)
+    with pytest.raises(ConfigurationError, match="bandwidth_bytes_per_s=nan"):
+        Nic(name="n", kind="roce", bandwidth_bytes_per_s=math.nan)
+    with pytest.raises(ConfigurationError, match="'wifi'"):
+        Nic(name="n", kind="wifi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="no hosts"):
+        Cluster(name="c", hosts=())
+    with pytest.raises(ConfigurationError, match=r"clusters: .*repeated: c"):
+        Topology(clusters=(cluster, cluster))
+    with pytest.raises(ConfigurationError, match="must join two of the clusters"):
+        Topology(
+            clusters=(cluster,),
+            links=(Link(ends=("c", "d"), transport="roce", bandwidth_bytes_per_s=1.0, latency_s=0.0),),
+        )
+    with pytest.raises(HolmesError):
+        Topology(clusters=())

@@ -1,0 +1,170 @@
+"""The arrows of the package, read from its imports: one way only, no circles, no torch where plans are made.
+
+cluster <- plan <- comm <- {pipeline, optim} <- checkpoint <- strategy <- cli
+
+All imports count, those inside functions and under TYPE_CHECKING too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_holmes"
+ROOT = Path(__file__).resolve().parent.parent / PACKAGE
+
+COMM = {"errors", "cluster", "plan", "comm"}
+BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
+LEAVES = {"models", "data"}
+BESIDE_STRATEGY = {"strategy", "rehearsal", "callbacks", "check"}
+
+# What each part may import besides itself. The package's own __init__ is called "".
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "cluster": {"errors"},
+    "plan": {"errors", "cluster"},
+    "comm": {"errors", "cluster", "plan"},
+    "pipeline": COMM,
+    "optim": COMM,
+    "checkpoint": BELOW_STRATEGY,
+    "models": COMM,
+    "data": COMM,
+    **dict.fromkeys(BESIDE_STRATEGY, BELOW_STRATEGY | BESIDE_STRATEGY),
+    "": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES,
+    "cli": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES | {""},
+    "__main__": {"cli"},
+}
+# Lightning and torchmetrics import torch themselves.
+TORCH = {"torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "transformers"}
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of every module that a file imports; `from a import b` gives a.b if that is one."""
+    package = module_name(path, root).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                yield node.lineno, inner if inner in modules else origin
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def problems(root: Path) -> list[str]:
+    """Every import against the arrows, every circle, and every torch in cluster/ or plan/."""
+    paths = {module_name(path, root): path for path in sorted(root.rglob("*.py"))}
+    modules = set(paths)
+    found: list[str] = []
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        part = part_of(module)
+        if part not in ALLOWED:
+            found.append(f"{path.name}: {part!r} has no place among the arrows yet; give it one in ALLOWED")
+            continue
+        graph[module] = set()
+        for line, target in imports_of(path, root, modules):
+            where = f"{path.relative_to(root.parent)}:{line}"
+            if target.split(".")[0] in TORCH and part in {"cluster", "plan"}:
+                found.append(f"{where}: {part}/ imports {target}")
+            if target.split(".")[0] != root.name:
+                continue
+            if part_of(target) != part and part_of(target) not in ALLOWED[part]:
+                found.append(f"{where}: {part or root.name} may not import {target}")
+            if target != module:
+                graph[module].add(target)
+    circle = find_circle(graph)
+    if circle:
+        found.append("circle: " + " -> ".join(circle))
+    return found
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle as a list that starts and ends with the same module; empty if there is none."""
+    finished: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> list[str]:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in finished:
+            return []
+        for target in sorted(graph.get(module, ())):
+            circle = visit(target, [*trail, module])
+            if circle:
+                return circle
+        finished.add(module)
+        return []
+
+    for module in sorted(graph):
+        circle = visit(module, [])
+        if circle:
+            return circle
+    return []
+
+
+def test_the_package_follows_the_arrows() -> None:
+    assert (ROOT / "__init__.py").is_file()
+    assert problems(ROOT) == []
+
+
+def test_the_table_itself_has_one_direction() -> None:
+    ladder = ["errors", "cluster", "plan", "comm", "pipeline", "checkpoint", "strategy", "cli"]
+    for index, part in enumerate(ladder):
+        assert not ALLOWED[part] & set(ladder[index + 1 :])
+    assert "optim" not in ALLOWED["pipeline"] and "pipeline" not in ALLOWED["optim"]
+    assert not (ALLOWED["models"] | ALLOWED["data"]) & BESIDE_STRATEGY
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        (
+            "cluster/a.py",
+            "from lightning_holmes.plan import b",
+            "cluster may not import lightning_holmes.plan",
+        ),
+        ("plan/a.py", "import torch.nn as nn", "plan/ imports torch.nn"),
+        ("plan/a.py", "def f():\n    from torch import nn", "plan/ imports torch"),
+        ("pipeline/a.py", "from ..optim import b", "pipeline may not import lightning_holmes.optim"),
+        ("optim/a.py", "from .. import pipeline", "optim may not import lightning_holmes.pipeline"),
+        (
+            "models/a.py",
+            "import lightning_holmes.strategy",
+            "models may not import lightning_holmes.strategy",
+        ),
+        ("comm/a.py", "import lightning_holmes", "comm may not import lightning_holmes"),
+        ("strategy.py", "from lightning_holmes import cli", "strategy may not import lightning_holmes.cli"),
+        ("plan/b.py", "from .c import x", "circle: lightning_holmes.plan.c -> lightning_holmes.plan.b"),
+        ("gadgets.py", "", "'gadgets' has no place"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, path: str, text: str, problem: str) -> None:
+    root = tmp_path / PACKAGE
+    files = {
+        "__init__.py": "from lightning_holmes.strategy import S",
+        "cli.py": "import lightning_holmes",
+        "strategy.py": "from lightning_holmes.plan.c import x",
+        "plan/c.py": "from lightning_holmes.plan import b",
+        **{f"{part}/__init__.py": "" for part in ("cluster", "plan", "comm", "pipeline", "optim", "models")},
+        **{f"{part}/b.py": "" for part in ("plan", "optim")},
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    assert problems(root) == []
+    (root / path).write_text(text)
+    assert any(problem in found for found in problems(root)), problems(root)
