@@ -1,0 +1,177 @@
+"""lightning-holmes: the command line. LightningCLI with fit, validate, test and predict, and `check`.
+
+Owns the parser and how errors are shown; what the commands do is Lightning's and `lightning_holmes.check`'s.
+
+    lightning-holmes fit --config recipes/gpt_tiny/config.yaml
+    lightning-holmes check --config recipes/gpt_tiny/config.yaml
+
+`check` reads the very config files that `fit` reads. It makes the model and one batch of the data module, and
+compares the pipeline with the plain module in one process; of the trainer's settings it reads only the
+strategy's. It exits with 0 where all agrees, with 1 where something differs.
+
+Errors in what the user gave are printed as one message, without a traceback; the exit code is then 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError, HolmesError
+
+CHECK = "check"
+
+# HolmesStrategy's arguments that check takes too, with check's own defaults.
+_CHECK_DEFAULTS: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "num_microbatches": 2,
+    "schedule": "1f1b",
+    "num_chunks": 1,
+    "layers": "auto",
+    "partition": "uniform",
+}
+
+
+class HolmesTrainer(Trainer):
+    """Lightning's Trainer; `check` stands here because LightningCLI makes its subcommands of methods."""
+
+    def check(
+        self,
+        pipeline_parallel_size: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Compare the pipeline with the plain module, in one process and on one batch.
+
+        Args:
+            pipeline_parallel_size: Number of stages; by default the strategy's, or 2.
+            num_microbatches: Microbatches the batch is split into; by default the strategy's, or 2.
+            schedule: The order of forwards and backwards; by default the strategy's, or "1f1b".
+            ckpt_path: A checkpoint file whose weights the module gets first; by default its fresh weights.
+            weights_only: As in fit: false to unpickle a checkpoint that you trust.
+        """
+        raise NotImplementedError("HolmesCLI runs check without a trainer")
+
+
+class HolmesCLI(LightningCLI):
+    """LightningCLI with the subcommand `check`."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), CHECK: set()}
+
+    def instantiate_classes(self) -> None:
+        if self.subcommand != CHECK:
+            super().instantiate_classes()
+            return
+        # check needs neither the trainer nor its loggers, devices and callbacks: none of them is made.
+        self.strategy_args = make_strategy_args(self.config[CHECK].trainer.strategy)
+        config = self.config.clone()
+        for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
+            config[CHECK].trainer[name] = None if name != "strategy" else "auto"
+        self.config_init = self.parser.instantiate_classes(config)
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand == CHECK:
+            self.run_check()
+        else:
+            super()._run_subcommand(subcommand)
+
+    def run_check(self) -> None:
+        options = self.config_init[CHECK]
+        arguments = {**_CHECK_DEFAULTS, **self.strategy_args}
+        for name in ("pipeline_parallel_size", "num_microbatches", "schedule"):
+            if options[name] is not None:
+                arguments[name] = options[name]
+        if options["ckpt_path"] is not None:
+            path = Path(options["ckpt_path"])
+            if not path.is_file():
+                raise ConfigurationError(f"ckpt_path={str(path)!r}: check loads a checkpoint file, give one.")
+            weights_only = options["weights_only"] is not False
+            checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
+            self.model.load_state_dict(checkpoint["state_dict"])
+        shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        print(f"check: one batch, one process, {shown}")
+        from lightning_holmes import check  # not needed, and so not loaded, by the other commands
+
+        report = check(self.model, self.load_batch(), **arguments)
+        report.print()
+        if not report.ok:
+            sys.exit(1)
+
+    def load_batch(self) -> Any:
+        """The first training batch, of the data module or of the model's own loader."""
+        source: LightningDataModule | LightningModule = self.datamodule or self.model
+        source.prepare_data()
+        source.setup("fit")
+        return next(iter(source.train_dataloader()))
+
+
+def make_strategy_args(strategy: Any) -> dict[str, Any]:
+    """The arguments for check that a trainer's strategy setting gives; those left at "auto" are left out.
+
+    `strategy` is as parsed: a name, or a Namespace with class_path and init_args. The automatic number of
+    stages is that of the topology file's clusters, as in fit, where there are several.
+    """
+    if not isinstance(strategy, Namespace | Mapping):
+        return {}
+    if str(strategy["class_path"]).rpartition(".")[2] != "HolmesStrategy":
+        return {}
+    given = strategy.get("init_args") or {}
+    arguments = {name: given[name] for name in _CHECK_DEFAULTS if name in given and given[name] != "auto"}
+    topology = given.get("topology", "auto")
+    if "pipeline_parallel_size" not in arguments and isinstance(topology, str) and topology != "auto":
+        num_clusters = len(Topology.from_yaml(topology).clusters)
+        if num_clusters > 1:
+            arguments["pipeline_parallel_size"] = num_clusters
+    return arguments
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; `args` default to the process's."""
+    try:
+        HolmesCLI(
+            trainer_class=HolmesTrainer,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={
+                "prog": "lightning-holmes",
+                "version": version("lightning-holmes"),
+                "description": "Train LightningModules as a pipeline across clusters.",
+            },
+            auto_configure_optimizers=False,
+            args=list(args) if args is not None else None,
+        )
+    except Exception as error:
+        ours = find_holmes_error(error)
+        if ours is None:
+            raise
+        rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID")
+        prefix = f"[rank {rank}] " if rank not in (None, "0") else ""
+        print(f"{prefix}lightning-holmes: {type(ours).__name__}: {ours}", file=sys.stderr)
+        sys.exit(2)
+
+
+def find_holmes_error(error: BaseException | None) -> HolmesError | None:
+    """The error of ours that this one is or was raised from: jsonargparse wraps what a constructor raises."""
+    while error is not None and not isinstance(error, HolmesError):
+        error = error.__cause__
+    return error
+
+
+if __name__ == "__main__":
+    main()

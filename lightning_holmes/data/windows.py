@@ -1,0 +1,142 @@
+"""Windows of a long sequence, as a language-modelling data set.
+
+Owns the map-style data set over non-overlapping windows, the split into training and validation windows and
+the data loaders. Where the tokens come from is left to `FileBytes` and `TokenFile`.
+
+Every item is `{"input_ids": (S,), "labels": (S,)}`, both int64; the labels are already shifted, so
+`labels[i]` is the token that follows `input_ids[i]`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_holmes.errors import ConfigurationError
+
+
+class TokenSource(Protocol):
+    """A long sequence of tokens; picklable, so that data workers can have it."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens `start` to `stop` as a new int64 tensor."""
+        ...
+
+
+class TokenWindows(Dataset[dict[str, Tensor]]):
+    """The windows numbered `indices` of a token source: window `i` begins at token `i * sequence_length`."""
+
+    def __init__(self, source: TokenSource, indices: Tensor, sequence_length: int) -> None:
+        self.source = source
+        self.indices = indices
+        self.sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = int(self.indices[index]) * self.sequence_length
+        tokens = self.source.read(start, start + self.sequence_length + 1)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class WindowDataModule(LightningDataModule):
+    """Training and validation windows of one token source.
+
+    The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
+    every process. Training windows are shuffled: by Lightning's distributed sampler where there is one, else
+    by a generator seeded with `seed`.
+    """
+
+    def __init__(
+        self, *, sequence_length: int, batch_size: int, val_fraction: float, num_workers: int, seed: int
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("sequence_length", sequence_length, 1),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{name}={value} is too small: give {least} or more.")
+        if not 0.0 <= val_fraction < 1.0:
+            raise ConfigurationError(
+                f"val_fraction={val_fraction} is not a fraction of the windows: give at least 0 "
+                "(no validation) and less than 1."
+            )
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.num_workers = num_workers
+        self.seed = seed
+        self.train_windows: TokenWindows | None = None
+        self.val_windows: TokenWindows | None = None
+
+    @abstractmethod
+    def build_source(self) -> TokenSource:
+        """Open the tokens; called once in every process."""
+
+    @abstractmethod
+    def describe_source(self) -> str:
+        """What an error message calls the tokens."""
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.train_windows is not None:
+            return
+        source = self.build_source()
+        num_windows = (len(source) - 1) // self.sequence_length
+        num_val_windows = 0
+        if self.val_fraction > 0.0:
+            num_val_windows = max(1, int(num_windows * self.val_fraction))
+        if num_windows - num_val_windows < 1:
+            needed = self.sequence_length * (2 if num_val_windows else 1) + 1
+            raise ConfigurationError(
+                f"{self.describe_source()} holds {len(source)} tokens: too few for one training window of "
+                f"sequence_length={self.sequence_length}"
+                + (
+                    f" beside the validation windows (val_fraction={self.val_fraction})"
+                    if num_val_windows
+                    else ""
+                )
+                + f". Give at least {needed} tokens or a smaller sequence_length."
+            )
+        order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(self.seed))
+        train_indices = order[num_val_windows:].sort().values
+        val_indices = order[:num_val_windows].sort().values
+        self.train_windows = TokenWindows(source, train_indices, self.sequence_length)
+        self.val_windows = TokenWindows(source, val_indices, self.sequence_length)
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        assert self.train_windows is not None, "setup() comes first"
+        if self.batch_size > len(self.train_windows):
+            raise ConfigurationError(
+                f"batch_size={self.batch_size} is more than the {len(self.train_windows)} training windows "
+                f"of {self.describe_source()}: give a smaller batch_size or more data."
+            )
+        return DataLoader(
+            self.train_windows,
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            generator=torch.Generator().manual_seed(self.seed),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[DataLoader[dict[str, Tensor]]]:
+        assert self.val_windows is not None, "setup() comes first"
+        if len(self.val_windows) == 0:
+            return []  # Lightning's way to say: no validation
+        return DataLoader(
+            self.val_windows,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )

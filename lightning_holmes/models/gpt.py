@@ -1,0 +1,259 @@
+"""GPT: a small decoder-only transformer, the model of the recipes.
+
+An ordinary LightningModule: pre-norm blocks with rotary positions in `self.layers`, AdamW with warm-up and a
+cosine. It knows nothing of pipelines but one optional method, `microbatch_weight`.
+
+    GPT(hidden_size=128, num_layers=4, num_heads=4, sequence_length=128)
+
+A batch is `{"input_ids": (B, S), "labels": (B, S)}`; the labels are already shifted, -100 is ignored.
+
+Shapes: B samples, S positions, D hidden size, H heads, K head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.models.optimizer import build_adamw
+
+IGNORE_INDEX = -100
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of rotary positions (RoFormer, arXiv 2104.09864, eq. 15). Holds nothing that could be lost."""
+
+    def __init__(self, head_size: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.base = base
+
+    def forward(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (S, K / 2) each, fp32."""
+        exponents = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float32) / self.head_size
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        angles_SK = torch.outer(positions, self.base**-exponents)
+        return angles_SK.cos(), angles_SK.sin()
+
+
+def rotate(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the two halves of each head by the angle of their position."""
+    first, second = x_BHSK.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHSK.dtype)
+
+
+class ResidualLinear(nn.Linear):
+    """A projection whose output is added to the residual: it starts smaller, the deeper the model."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.output = ResidualLinear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, S, D = x_BSD.shape
+        qkv = self.qkv(x_BSD).view(B, S, 3, self.num_heads, D // self.num_heads)
+        q_BHSK, k_BHSK, v_BHSK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed_BHSK = F.scaled_dot_product_attention(
+            rotate(q_BHSK, cos, sin),
+            rotate(k_BHSK, cos, sin),
+            v_BHSK,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        out_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).reshape(B, S, D))
+        return out_BSD
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden_size, bias=False)
+        self.attention = Attention(hidden_size, num_heads, dropout)
+        self.mlp_norm = nn.LayerNorm(hidden_size, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size, bias=False),
+            nn.GELU(approximate="tanh"),
+            ResidualLinear(4 * hidden_size, hidden_size, bias=False),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), cos, sin))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class GPT(LightningModule):
+    """A decoder-only transformer over tokens (by default bytes).
+
+    `learning_rate` rises linearly over `warmup_steps`, then falls along a cosine to `min_learning_rate_ratio`
+    of its peak at the last step of the run. Parameters with one dimension are not decayed.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        hidden_size: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        sequence_length: int = 128,
+        dropout: float = 0.0,
+        learning_rate: float = 3e-3,
+        min_learning_rate_ratio: float = 0.1,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
+        betas: tuple[float, float] = (0.9, 0.95),
+        tie_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("hidden_size", hidden_size),
+            ("num_layers", num_layers),
+            ("num_heads", num_heads),
+            ("sequence_length", sequence_length),
+        ):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value} is too small: give 1 or more.")
+        multiple = 2 * num_heads
+        if hidden_size % multiple:
+            raise ConfigurationError(
+                f"hidden_size={hidden_size} does not divide into num_heads={num_heads} heads of even size: "
+                f"give a multiple of {multiple}, for example {math.ceil(hidden_size / multiple) * multiple}."
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigurationError(f"dropout={dropout} is no probability: give at least 0 and less than 1.")
+        betas = (betas[0], betas[1])  # a plain tuple: what a YAML list becomes must save and load alike
+        self.save_hyperparameters()
+        self.num_layers = num_layers
+        self.sequence_length = sequence_length
+        self.learning_rate = learning_rate
+        self.min_learning_rate_ratio = min_learning_rate_ratio
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.betas = betas
+
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.rotary = RotaryEmbedding(hidden_size // num_heads)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden_size, bias=False)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """GPT-2's: normal with 0.02, residual projections divided by sqrt(2 * num_layers)."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            scale = math.sqrt(2 * self.num_layers) if isinstance(module, ResidualLinear) else 1.0
+            nn.init.normal_(module.weight, std=0.02 / scale)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (B, S, V) for the token after each of `input_ids` (B, S)."""
+        length = input_ids.shape[1]
+        if length > self.sequence_length:
+            raise ConfigurationError(
+                f"a batch has {length} positions, but the model was made with "
+                f"sequence_length={self.sequence_length}: give both the same sequence_length."
+            )
+        cos, sin = self.rotary(length, input_ids.device)
+        hidden_BSD = self.dropout(self.embedding(input_ids))
+        for layer in self.layers:
+            hidden_BSD = layer(hidden_BSD, cos, sin)
+        logits_BSV: Tensor = self.head(self.norm(hidden_BSD))
+        return logits_BSV
+
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many labels the mean of this microbatch's loss runs over."""
+        return (batch["labels"] != IGNORE_INDEX).sum()
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean cross entropy over the labels that count; 0 where none does."""
+        logits_BSV = self(batch["input_ids"])
+        total = F.cross_entropy(
+            logits_BSV.flatten(0, 1).float(),
+            batch["labels"].flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        return total / self.microbatch_weight(batch).clamp(min=1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.compute_loss(batch)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("val_loss", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("test_loss", batch)
+
+    def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
+        loss = self.compute_loss(batch)
+        # Weighted by labels, so that the epoch's mean is the mean over all its labels.
+        num_labels = int(self.microbatch_weight(batch))
+        self.log(
+            name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels
+        )
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The likeliest next token at each position, (B, S)."""
+        logits_BSV: Tensor = self(batch["input_ids"])
+        return logits_BSV.argmax(dim=-1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return build_adamw(
+            self,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            warmup_steps=self.warmup_steps,
+            min_learning_rate_ratio=self.min_learning_rate_ratio,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Sample a continuation of `prompt_ids` (B, S >= 1); returns prompt and continuation.
+
+        For a whole module in one process. A temperature of 0 takes the likeliest token. Each token costs a
+        forward over the last `sequence_length` tokens: no cache.
+        """
+        was_training = self.training
+        self.eval()
+        token_ids = prompt_ids
+        for _ in range(max_new_tokens):
+            logits_BV = self(token_ids[:, -self.sequence_length :])[:, -1].float()
+            if temperature == 0.0:
+                next_ids = logits_BV.argmax(dim=-1, keepdim=True)
+            else:
+                probabilities = (logits_BV / temperature).softmax(dim=-1)
+                next_ids = torch.multinomial(probabilities, 1, generator=generator)
+            token_ids = torch.cat((token_ids, next_ids), dim=1)
+        self.train(was_training)
+        return token_ids

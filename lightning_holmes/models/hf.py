@@ -1,0 +1,228 @@
+"""HFCausalLM: any Hugging Face causal language model as an ordinary LightningModule.
+
+Owns building the model (from a configuration, or from a local folder of weights), its token loss and its
+optimizer. Reads no network. Needs the extra: `pip install lightning-holmes[hf]`.
+
+    HFCausalLM(config={"model_type": "llama", "hidden_size": 256, ...})   # random weights
+    HFCausalLM(config="folder")                                           # folder/config.json, random weights
+    HFCausalLM(pretrained="folder")                                       # folder's weights
+
+A batch is a dict with "input_ids" (B, S), optionally "attention_mask" and "labels" (B, S), and whatever
+else the model's forward takes. Labels are *not* shifted: as everywhere in Hugging Face, `labels[i]` is the
+token at position i, predicted from those before it; -100 is ignored. Without labels the input itself is
+learnt, padding left out.
+
+The loss is the mean over the tokens that count, made from the model's logits. `microbatch_weight` returns
+their number, so that a weighted sum over microbatches and replicas is the exact mean over all tokens, however
+ragged the batch. A router's load-balancing loss is no such mean, and is refused.
+
+Shapes: B samples, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.models.optimizer import build_adamw
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+IGNORE_INDEX = -100
+
+
+class HFCausalLM(LightningModule):
+    """A causal language model of Hugging Face transformers, trained on the mean loss of its tokens.
+
+    Give either `config` (a dict with "model_type", a folder with config.json, or a PretrainedConfig) for
+    random weights, or `pretrained` (a folder) for saved ones. Weights are kept in `dtype`, a name in torch;
+    Lightning's `precision` decides what is computed in. `attn_implementation` is transformers' ("eager",
+    "sdpa", ...).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: str | dict[str, Any] | PretrainedConfig | None = None,
+        pretrained: str | None = None,
+        dtype: str = "float32",
+        attn_implementation: str | None = None,
+        gradient_checkpointing: bool = False,
+        learning_rate: float = 3e-4,
+        min_learning_rate_ratio: float = 0.1,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        super().__init__()
+        betas = (betas[0], betas[1])
+        if (config is None) == (pretrained is None):
+            raise ConfigurationError(
+                f"config={config!r} and pretrained={pretrained!r}: give exactly one of them, config for "
+                "random weights or pretrained for a folder of saved ones."
+            )
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+            raise ConfigurationError(f'dtype={dtype!r} holds no weights: give "float32" or "bfloat16".')
+        options: dict[str, Any] = {"dtype": torch_dtype, "trust_remote_code": False}
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+        if pretrained is not None:
+            self.model = _load_pretrained(pretrained, options)
+        else:
+            hf_config = _build_config(config)
+            config = hf_config.to_dict()  # plain data: checkpoints stay readable with weights_only=True
+            self.model = _build_from_config(hf_config, options)
+        self.save_hyperparameters()
+        text_config = self.model.config.get_text_config()
+        if getattr(text_config, "output_router_logits", False):
+            raise ConfigurationError(
+                "output_router_logits=True asks for a router loss, which depends on how a batch is split "
+                "into microbatches. HFCausalLM trains on the token loss alone: set it to False."
+            )
+        # A cache would hand keys and values past the hidden state, and training has no use for it.
+        self.model.config.use_cache = False
+        text_config.use_cache = False
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # from_pretrained returns a model in evaluation mode, and Trainer.fit leaves modes as they are.
+        self.model.train()
+        self.learning_rate = learning_rate
+        self.min_learning_rate_ratio = min_learning_rate_ratio
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.betas = betas
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Logits (B, S, V)."""
+        logits_BSV: Tensor = self.model(**inputs, use_cache=False).logits
+        return logits_BSV
+
+    def shifted_labels(self, batch: dict[str, Tensor]) -> Tensor:
+        """The token that follows each position, (B, S - 1); -100 where it does not count."""
+        labels = batch.get("labels")
+        if labels is None:
+            labels = batch["input_ids"]
+            attention_mask = batch.get("attention_mask")
+            if attention_mask is not None:
+                labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+        return labels[:, 1:]
+
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many tokens the mean of this microbatch's loss runs over."""
+        return (self.shifted_labels(batch) != IGNORE_INDEX).sum()
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean cross entropy over the tokens that count; 0 where none does."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits_BSV = self(**inputs)[:, :-1].float()  # the loss in fp32, as transformers takes it
+        total = F.cross_entropy(
+            logits_BSV.flatten(0, 1),
+            self.shifted_labels(batch).flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        return total / self.microbatch_weight(batch).clamp(min=1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.compute_loss(batch)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("val_loss", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("test_loss", batch)
+
+    def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
+        loss = self.compute_loss(batch)
+        # Weighted by tokens, so that the epoch's mean is the mean over all its tokens.
+        num_tokens = int(self.microbatch_weight(batch))
+        self.log(
+            name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens
+        )
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The likeliest next token at each position, (B, S)."""
+        logits_BSV: Tensor = self(**{name: value for name, value in batch.items() if name != "labels"})
+        return logits_BSV.argmax(dim=-1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return build_adamw(
+            self,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            warmup_steps=self.warmup_steps,
+            min_learning_rate_ratio=self.min_learning_rate_ratio,
+        )
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            "HFCausalLM needs the package transformers, which is not installed: "
+            "pip install lightning-holmes[hf]"
+        ) from error
+    return transformers
+
+
+def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any:
+    transformers = _import_transformers()
+    if isinstance(config, str):
+        if not Path(config, "config.json").is_file():
+            raise ConfigurationError(
+                f"config={config!r}: there is no file {Path(config, 'config.json')} (from {Path.cwd()}). "
+                "Give a local folder with config.json; nothing is downloaded."
+            )
+        return transformers.AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
+    if isinstance(config, dict):
+        settings = dict(config)
+        model_type = settings.pop("model_type", None)
+        try:
+            return transformers.AutoConfig.for_model(model_type, **settings)
+        except ValueError as error:
+            raise ConfigurationError(
+                f'config["model_type"]={model_type!r} is not one that transformers '
+                f'{transformers.__version__} knows: give one like "llama" or "gpt2".'
+            ) from error
+    if isinstance(config, transformers.PretrainedConfig):
+        return copy.deepcopy(config)  # the caller's own object is left alone
+    raise ConfigurationError(
+        f"config={config!r} is a {type(config).__name__}: give a dict, a folder or a PretrainedConfig."
+    )
+
+
+def _build_from_config(config: Any, options: dict[str, Any]) -> Any:
+    try:
+        return _import_transformers().AutoModelForCausalLM.from_config(config, **options)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"transformers made no causal language model from this {config.model_type!r} config: {error}"
+        ) from error
+
+
+def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
+    if not Path(folder, "config.json").is_file():
+        raise ConfigurationError(
+            f"pretrained={folder!r}: there is no file {Path(folder, 'config.json')} (from {Path.cwd()}). "
+            "Give a local folder that save_pretrained wrote; nothing is downloaded."
+        )
+    try:
+        return _import_transformers().AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, **options
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error

@@ -1,0 +1,149 @@
+"""HFCausalLM: configs, folders, the exact token mean, and that it trains in plain Lightning."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_holmes.errors import ConfigurationError
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
+
+from lightning_holmes.models import HFCausalLM  # noqa: E402
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+
+
+def make_ragged_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, 23, (4, 9), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    for row, length in enumerate((9, 4, 7, 1)):
+        attention_mask[row, length:] = 0
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config["model_type"])
+def test_loss_is_that_of_the_model_itself(config):
+    torch.manual_seed(0)
+    model = HFCausalLM(config=config).eval()
+    batch = make_ragged_batch()
+    torch.testing.assert_close(model.compute_loss(batch), model.model(**batch).loss)
+    without_labels = {name: value for name, value in batch.items() if name != "labels"}
+    torch.testing.assert_close(model.compute_loss(without_labels), model.compute_loss(batch))
+
+
+def test_microbatches_weighted_by_tokens_give_the_whole_batch():
+    torch.manual_seed(0)
+    model = HFCausalLM(config=LLAMA)
+    batch = make_ragged_batch()
+    model.compute_loss(batch).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    total = model.microbatch_weight(batch)
+    assert int(total) == 8 + 3 + 6 + 0
+    for i in range(4):
+        part = {name: value[i : i + 1] for name, value in batch.items()}
+        (model.compute_loss(part) * model.microbatch_weight(part) / total).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_config_as_object_folder_or_dict_is_one_model(tmp_path):
+    settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    config = transformers.LlamaConfig(**settings)
+    config.save_pretrained(tmp_path)
+    models = []
+    for given in (config, str(tmp_path), LLAMA):
+        torch.manual_seed(0)
+        models.append(HFCausalLM(config=given))
+    for model in models[1:]:
+        torch.testing.assert_close(model.state_dict(), models[0].state_dict())
+    assert models[0].model.config.use_cache is False
+    assert config.use_cache is True  # the caller's own object is left alone
+
+
+def test_pretrained_weights_are_loaded_for_training(tmp_path):
+    torch.manual_seed(0)
+    original = HFCausalLM(config=dict(GPT2, dtype="bfloat16"))
+    original.model.save_pretrained(tmp_path)
+    loaded = HFCausalLM(pretrained=str(tmp_path))
+    torch.testing.assert_close(loaded.state_dict(), original.state_dict())
+    assert loaded.model.dtype == torch.float32
+    assert loaded.model.training and all(module.training for module in loaded.modules())
+
+
+def test_trains_and_reloads_in_plain_lightning(tmp_path):
+    torch.manual_seed(0)
+    model = HFCausalLM(config=LLAMA, learning_rate=1e-2, warmup_steps=2, gradient_checkpointing=True)
+    batch = make_ragged_batch()
+    loader = DataLoader([{k: v[i] for k, v in batch.items()} for i in range(4)], batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=30,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, loader, loader)
+    assert trainer.callback_metrics["val_loss"] < 1.0
+    trainer.save_checkpoint(tmp_path / "hf.ckpt")
+    again = HFCausalLM.load_from_checkpoint(tmp_path / "hf.ckpt", weights_only=True)
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({}, "exactly one"),
+        ({"config": LLAMA, "pretrained": "somewhere"}, "exactly one"),
+        ({"config": "no/such/folder"}, "no/such/folder.*nothing is downloaded"),
+        ({"pretrained": "no/such/folder"}, "no/such/folder.*nothing is downloaded"),
+        ({"config": {"model_type": "lama"}}, "'lama'"),
+        ({"config": 7}, "config=7 is a int"),
+        ({"config": LLAMA, "dtype": "int8"}, "dtype='int8'"),
+        ({"config": dict(LLAMA, model_type="t5")}, "no causal language model"),
+    ],
+)
+def test_bad_input_is_named(kwargs, match):
+    with pytest.raises(ConfigurationError, match=match):
+        HFCausalLM(**kwargs)
+
+
+def test_a_router_loss_is_refused():
+    config = dict(
+        LLAMA, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True
+    )
+    with pytest.raises(ConfigurationError, match="router loss"):
+        HFCausalLM(config=config)
+
+
+def test_hf_is_loaded_only_when_asked_for():
+    code = (
+        "import sys, lightning_holmes.models as models; models.GPT; "
+        "assert 'lightning_holmes.models.hf' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_missing_transformers_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match=r"pip install lightning-holmes\[hf\]"):
+        HFCausalLM(config=LLAMA)

@@ -1,0 +1,153 @@
+"""Throughput, RunSummary and SampleText in plain Lightning."""
+
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+
+from lightning_holmes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size
+from lightning_holmes.data import FileBytes
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.models import GPT
+
+
+def fit(tmp_path, callbacks: list[Callback], model: LightningModule | None = None, **kwargs) -> Trainer:
+    data = None
+    if model is None:
+        (tmp_path / "text.txt").write_bytes(b"the cat sat on the mat. " * 40)
+        data = FileBytes(str(tmp_path / "text.txt"), sequence_length=16, batch_size=4)
+        model = GPT(hidden_size=16, num_layers=1, num_heads=2, sequence_length=16)
+    options = {"logger": False, "max_steps": 4, "val_check_interval": 2, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+        **{**options, **kwargs},
+    )
+    trainer.fit(model, data)
+    return trainer
+
+
+class Sleep(Callback):
+    """Makes steps of a known least length, and a slow first step and validation."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.5 if trainer.global_step == 0 else 0.02)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.2)
+
+
+def test_throughput_counts_tokens_over_steps_alone(tmp_path):
+    throughput = Throughput(window=2)
+    trainer = fit(tmp_path, [throughput, Sleep()], max_steps=6)
+    assert 4 * 16 / 1.0 < throughput.mean_per_s < 4 * 16 / 0.02
+    assert throughput.mean_per_s > 4 * 16 / 0.15  # neither the first step nor validation is in it
+    assert trainer.callback_metrics["tokens_per_s"] < 4 * 16 / 0.02
+
+
+def test_throughput_of_samples_and_through_a_second_fit(tmp_path):
+    throughput = Throughput()
+    for _ in range(2):
+        trainer = fit(tmp_path, [throughput], BoringModel(), max_steps=3)
+        assert throughput.unit == "samples" and throughput.mean_per_s > 0
+        assert trainer.callback_metrics["samples_per_s"] > 0
+
+
+def test_count_batch():
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    assert count_batch({"input_ids": tokens, "labels": tokens}) == ("tokens", 10)
+    assert count_batch([torch.zeros(3, 7), (tokens,)]) == ("tokens", 10)
+    assert count_batch((torch.zeros(3, 7, 7), torch.zeros(3, dtype=torch.long))) == ("samples", 3)
+    assert count_batch({"image": torch.zeros(3, 7, 7)}) == ("samples", 3)
+    assert count_batch("no tensor") == ("samples", 1)
+
+
+def test_data_parallel_size_is_the_samplers():
+    class Strategy:
+        distributed_sampler_kwargs = {"num_replicas": 3, "rank": 1}
+
+    class FakeTrainer:
+        strategy = Strategy()
+
+    assert data_parallel_size(FakeTrainer()) == 3
+    assert data_parallel_size(Trainer(accelerator="cpu", devices=1, logger=False)) == 1
+
+
+def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loggers = [
+        WandbLogger(save_dir=tmp_path / "w", offline=True),
+        CSVLogger(tmp_path / "c"),
+        TensorBoardLogger(tmp_path / "t"),
+    ]
+    checkpoint = ModelCheckpoint(
+        dirpath=tmp_path / "ckpt", filename="best", monitor="val_loss", save_last=True
+    )
+    fit(
+        tmp_path,
+        [RunSummary(), Throughput(), checkpoint],
+        logger=loggers,
+        enable_checkpointing=True,
+    )
+    out = capsys.readouterr().out
+    for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):
+        assert text in out
+    assert str(tmp_path / "ckpt" / "best.ckpt") in out
+    assert str(tmp_path / "ckpt" / "last.ckpt") in out
+    for folder in "wct":
+        assert str(tmp_path / folder) in out
+
+
+def test_sample_text_is_written_by_the_checkpoint(tmp_path, capsys):
+    class Forget(Callback):
+        """What is left on this rank is of no use: the text must come from the file."""
+
+        def on_train_end(self, trainer, pl_module):
+            torch.nn.init.constant_(pl_module.head.weight, float("nan"))
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "ckpt", save_last=True, every_n_train_steps=2)
+    sample = SampleText(prompt="the ", num_bytes=30)
+    trainer = fit(tmp_path, [sample, checkpoint, Forget()], enable_checkpointing=True)
+    assert "last.ckpt" in capsys.readouterr().out
+    text, source = sample.sample(trainer, trainer.lightning_module)
+    assert text.startswith("the ") and len(text) > 4
+    assert source.endswith("last.ckpt")
+
+
+def test_sample_text_from_memory(tmp_path, capsys):
+    fit(tmp_path, [SampleText(num_bytes=10)])
+    assert "from memory" in capsys.readouterr().out
+
+
+def test_sample_text_never_ends_a_run(tmp_path):
+    with pytest.warns(UserWarning, match="BoringModel has no method generate"):
+        fit(tmp_path, [SampleText()], BoringModel(), max_steps=1)
+
+    class Broken(GPT):
+        def generate(self, *args):
+            raise RuntimeError("broken inside")
+
+    (tmp_path / "text.txt").write_bytes(b"abc" * 100)
+    model = Broken(hidden_size=16, num_layers=1, num_heads=2, sequence_length=16)
+    data = FileBytes(str(tmp_path / "text.txt"), sequence_length=16, batch_size=4)
+    data.setup()
+    model.train_dataloader = data.train_dataloader
+    with pytest.warns(UserWarning, match="broken inside"):
+        fit(tmp_path, [SampleText()], model, max_steps=1, val_check_interval=1.0)
+
+
+def test_bad_options_are_named():
+    with pytest.raises(ConfigurationError, match="window=0"):
+        Throughput(window=0)
+    with pytest.raises(ConfigurationError, match="prompt=''"):
+        SampleText(prompt="")

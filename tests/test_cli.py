@@ -1,0 +1,165 @@
+"""lightning-holmes: the parser, the recipe's files, check's arguments and exit codes, errors shown."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lightning_holmes
+from lightning_holmes.cli import main
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.models import GPT
+
+ROOT = Path(__file__).parents[1]
+RECIPE = "recipes/gpt_tiny/config.yaml"
+SMALL = [
+    "--model.init_args.hidden_size=16",
+    "--model.init_args.num_layers=2",
+    "--data.init_args.max_bytes=50000",
+]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning-holmes"])
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    code = 0
+    try:
+        main(list(args))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+class Report:
+    def __init__(self, ok: bool) -> None:
+        self.ok = ok
+
+    def print(self) -> None:
+        print("THE TABLE")
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Stands in for lightning_holmes.check; keeps what it was called with."""
+    calls = []
+
+    def check(module, batch, **kwargs):
+        calls.append((module, batch, kwargs))
+        return Report(ok=kwargs["num_microbatches"] != 3)
+
+    monkeypatch.setattr(lightning_holmes, "check", check, raising=False)
+    return calls
+
+
+def test_version_and_help(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.strip() == f"lightning-holmes {version('lightning-holmes')}"
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for command in ("fit", "validate", "test", "predict", "check"):
+        assert f"  {command} " in out
+    code, out, _ = run(capsys, "check", "--help")
+    assert code == 0 and "--pipeline_parallel_size" in out and "--num_microbatches" in out
+
+
+def test_wrong_options_are_named(capsys):
+    code, _, err = run(capsys, "fit", "--no_such_option=1")
+    assert code == 2 and "no_such_option" in err and "Traceback" not in err
+    code, _, err = run(capsys, "train")
+    assert code == 2 and "train" in err
+
+
+def test_errors_of_ours_are_one_message(capsys):
+    args = ["fit", "--config", RECIPE, "--model.init_args.hidden_size=30"]
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert "ConfigurationError: hidden_size=30" in err and "Traceback" not in err
+
+
+def test_recipe_survives_print_config(capsys, tmp_path):
+    code, out, _ = run(capsys, "fit", "--config", RECIPE, "--print_config")
+    assert code == 0
+    printed = yaml.safe_load(out)
+    assert printed["trainer"]["strategy"]["class_path"].endswith("HolmesStrategy")
+    assert printed["trainer"]["strategy"]["init_args"]["num_microbatches"] == 4
+    assert printed["model"]["init_args"]["hidden_size"] == 128
+    (tmp_path / "again.yaml").write_text(out)
+    code, again, _ = run(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
+    assert code == 0 and yaml.safe_load(again) == printed
+
+
+def test_recipe_topology_is_two_clusters_of_two():
+    topology = Topology.from_yaml(ROOT / "recipes/gpt_tiny/topology.yaml")
+    assert [cluster.num_devices for cluster in topology.clusters] == [2, 2]
+    assert len(topology.links) == 1
+
+
+def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = yaml.safe_load((ROOT / RECIPE).read_text())
+    config["trainer"].update(
+        strategy="auto", devices=1, max_steps=4, val_check_interval=2, limit_val_batches=1
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "fit", "--config", "config.yaml", *SMALL)
+    assert code == 0, err
+    assert "A text by the model" in out and "tokens/s, mean" in out and "offline-run-" in out
+    assert Path("runs/gpt_tiny/checkpoints/last.ckpt").is_file()
+    assert Path("runs/gpt_tiny/config.yaml").is_file()
+
+
+def test_check_takes_the_strategys_arguments(capsys, checked):
+    code, out, err = run(capsys, "check", "--config", RECIPE, *SMALL)
+    assert code == 0, err
+    assert "THE TABLE" in out
+    ((module, batch, kwargs),) = checked
+    assert isinstance(module, GPT)
+    assert batch["input_ids"].shape == (16, 128)
+    assert kwargs == {
+        "pipeline_parallel_size": 2,  # the topology has two clusters
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "num_chunks": 1,
+        "layers": "auto",
+        "partition": "uniform",
+    }
+
+
+def test_check_options_win_and_a_difference_is_exit_code_1(capsys, checked):
+    options = ["--num_microbatches=3", "--pipeline_parallel_size=1", "--schedule=gpipe"]
+    code, out, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options)
+    assert code == 1, err
+    assert "THE TABLE" in out
+    kwargs = checked[0][2]
+    assert [kwargs[name] for name in ("num_microbatches", "pipeline_parallel_size", "schedule")] == [
+        3,
+        1,
+        "gpipe",
+    ]
+
+
+def test_check_of_a_checkpoint(capsys, checked, tmp_path):
+    model = GPT(hidden_size=16, num_layers=2)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "some.ckpt")
+    options = ["--trainer.strategy=holmes", f"--ckpt_path={tmp_path / 'some.ckpt'}"]
+    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options)
+    assert code == 0, err
+    torch.testing.assert_close(checked[0][0].state_dict(), model.state_dict())
+    assert checked[0][2]["num_microbatches"] == 2  # nothing but a name was given
+    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, "--ckpt_path=none.ckpt")
+    assert code == 2 and "none.ckpt" in err
+
+
+def test_check_without_a_model_is_named(capsys, checked):
+    code, _, err = run(capsys, "check")
+    assert code == 2 and "model" in err and "Traceback" not in err
