@@ -1,0 +1,34 @@
+"""Train an ordinary LightningModule as a pipeline across clusters whose network cards differ.
+
+Importing this package registers the strategy::
+
+    import lightning_holmes
+    Trainer(strategy="holmes", devices=4)
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError, UnsupportedModuleError
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.rehearsal import CheckReport, check
+from lightning_holmes.strategy import HolmesStrategy
+from lightning_holmes.version import __version__
+
+if "holmes" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "holmes", HolmesStrategy, description="A pipeline across clusters, data parallelism inside them"
+    )
+
+__all__ = [
+    "CheckReport",
+    "ConfigurationError",
+    "HolmesError",
+    "HolmesStrategy",
+    "Plan",
+    "RemoteError",
+    "Topology",
+    "UnsupportedModuleError",
+    "__version__",
+    "check",
+]

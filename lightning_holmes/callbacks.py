@@ -63,9 +63,7 @@ class Throughput(Callback):
         self._last_end_s, self._warm = None, False
         self._total_s, self._total_units = 0.0, 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._last_end_s is None:
             self._last_end_s = time.perf_counter()
 
@@ -155,9 +153,7 @@ class RunSummary(Callback):
                 rows.append(("best checkpoint", checkpoint.best_model_path))
             if checkpoint.last_model_path and checkpoint.last_model_path != checkpoint.best_model_path:
                 rows.append(("last checkpoint", checkpoint.last_model_path))
-        rows += [
-            (type(logger).__name__, folder) for logger in trainer.loggers if (folder := logger_folder(logger))
-        ]
+        rows += [(type(logger).__name__, folder) for logger in trainer.loggers if (folder := logger_folder(logger))]
         return rows
 
 
@@ -184,9 +180,7 @@ class SampleText(Callback):
     cannot be done is said in a warning: this never ends a run.
     """
 
-    def __init__(
-        self, prompt: str = "def ", num_bytes: int = 300, temperature: float = 0.8, seed: int = 0
-    ) -> None:
+    def __init__(self, prompt: str = "def ", num_bytes: int = 300, temperature: float = 0.8, seed: int = 0) -> None:
         if not prompt or num_bytes < 1 or temperature < 0.0:
             raise ConfigurationError(
                 f"prompt={prompt!r}, num_bytes={num_bytes}, temperature={temperature}: give a prompt of at "
@@ -207,9 +201,7 @@ class SampleText(Callback):
             rank_zero_warn(f"SampleText has no text to show: {type(error).__name__}: {error}")
             return
         console = Console()
-        console.print(
-            Text(f"\nA text by the model ({source}), after {self.prompt!r}:", style="bold"), soft_wrap=True
-        )
+        console.print(Text(f"\nA text by the model ({source}), after {self.prompt!r}:", style="bold"), soft_wrap=True)
         console.print(Text(text))
         console.print()
 
@@ -217,8 +209,7 @@ class SampleText(Callback):
         """The prompt and its continuation, and where the weights came from."""
         if not hasattr(pl_module, "generate"):
             raise TypeError(
-                f"{type(pl_module).__name__} has no method generate(prompt_ids, max_new_tokens, temperature, "
-                "generator)"
+                f"{type(pl_module).__name__} has no method generate(prompt_ids, max_new_tokens, temperature, generator)"
             )
         path = _last_checkpoint(trainer)
         if path is not None:
@@ -253,3 +244,18 @@ def _load_module(pl_module: LightningModule, path: Path) -> Any:
         module = type(pl_module)(**hparams)
     module.load_state_dict(state_dict)
     return module
+
+
+class ModuleStateSync(Callback):
+    """Brings what training steps left on the module to every rank before the hooks at the end of an epoch.
+
+    The strategy puts it first among the trainer's callbacks; it does nothing under other strategies.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        synchronise = getattr(trainer.strategy, "synchronise_module_state", None)
+        if synchronise is not None:
+            synchronise()
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_epoch_end(trainer, pl_module)

@@ -90,9 +90,7 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
         CSVLogger(tmp_path / "c"),
         TensorBoardLogger(tmp_path / "t"),
     ]
-    checkpoint = ModelCheckpoint(
-        dirpath=tmp_path / "ckpt", filename="best", monitor="val_loss", save_last=True
-    )
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "ckpt", filename="best", monitor="val_loss", save_last=True)
     fit(
         tmp_path,
         [RunSummary(), Throughput(), checkpoint],

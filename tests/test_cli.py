@@ -106,9 +106,7 @@ def test_recipe_topology_is_two_clusters_of_two():
 def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = yaml.safe_load((ROOT / RECIPE).read_text())
-    config["trainer"].update(
-        strategy="auto", devices=1, max_steps=4, val_check_interval=2, limit_val_batches=1
-    )
+    config["trainer"].update(strategy="auto", devices=1, max_steps=4, val_check_interval=2, limit_val_batches=1)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, "fit", "--config", "config.yaml", *SMALL)

@@ -70,9 +70,7 @@ class Host:
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
-            raise ConfigurationError(
-                f"host {self.name!r}: devices={self.devices!r}; write a whole number, at least 1"
-            )
+            raise ConfigurationError(f"host {self.name!r}: devices={self.devices!r}; write a whole number, at least 1")
         _check_unique([nic.name for nic in self.nics], f"NICs of host {self.name!r}")
 
 
@@ -89,9 +87,7 @@ class Link:
         _check_kind(self.transport, f"transport of link {self.ends}")
         _check_bandwidth(self.bandwidth_bytes_per_s, f"link {self.ends}")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ConfigurationError(
-                f"link {self.ends}: latency_s={self.latency_s!r}; write zero or more seconds"
-            )
+            raise ConfigurationError(f"link {self.ends}: latency_s={self.latency_s!r}; write zero or more seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +228,7 @@ def _read_hosts(node: YamlNode, host_lines: dict[str, int]) -> list[Host]:
         count = entries["count"].integer(minimum=1, maximum=_MAX_COUNT)
         names = [f"{name}-{index}" for index in range(count)]
     return [
-        Host(name=_new_name(entries["name"], host, host_lines), devices=devices, nics=tuple(nics))
-        for host in names
+        Host(name=_new_name(entries["name"], host, host_lines), devices=devices, nics=tuple(nics)) for host in names
     ]
 
 
@@ -242,9 +237,7 @@ def _read_nic(node: YamlNode, nic_lines: dict[str, int]) -> Nic:
     return Nic(
         name=_new_name(entries["name"], entries["name"].text(), nic_lines),
         kind=cast(TransportKind, entries["kind"].choice(TRANSPORT_KINDS)),
-        bandwidth_bytes_per_s=entries["bandwidth"].bandwidth_bytes_per_s()
-        if "bandwidth" in entries
-        else None,
+        bandwidth_bytes_per_s=entries["bandwidth"].bandwidth_bytes_per_s() if "bandwidth" in entries else None,
     )
 
 
@@ -252,9 +245,7 @@ def _read_link(node: YamlNode, clusters: list[str], link_lines: dict[str, int]) 
     entries = node.mapping(required=("ends", "transport", "bandwidth", "latency"))
     ends = entries["ends"].items()
     if len(ends) != 2:
-        raise entries["ends"].error(
-            f"a link has two ends, not {len(ends)}; write [one cluster, another cluster]"
-        )
+        raise entries["ends"].error(f"a link has two ends, not {len(ends)}; write [one cluster, another cluster]")
     first, second = (end.choice(clusters) for end in ends)
     if first == second:
         raise entries["ends"].error(f"both ends are {first!r}; a link joins two different clusters")

@@ -83,9 +83,7 @@ class YamlNode:
         """The entries of a mapping. Unknown, repeated and missing keys are errors."""
         known = (*required, *optional)
         if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(
-                f"{self.shown} stands where a mapping with the keys {_listed(known)} is expected"
-            )
+            raise self.error(f"{self.shown} stands where a mapping with the keys {_listed(known)} is expected")
         entries: dict[str, YamlNode] = {}
         for key_node, value_node in self.node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "(not a plain key)"
@@ -108,9 +106,7 @@ class YamlNode:
             raise self.error(f"{self.shown} stands where a list is expected")
         if len(self.node.value) < minimum:
             raise self.error(f"the list has {len(self.node.value)} entries; at least {minimum} are needed")
-        return [
-            YamlNode(node, self.source, f"{self.path}[{index}]") for index, node in enumerate(self.node.value)
-        ]
+        return [YamlNode(node, self.source, f"{self.path}[{index}]") for index, node in enumerate(self.node.value)]
 
     def text(self) -> str:
         """A non-empty string."""
@@ -142,9 +138,7 @@ class YamlNode:
         """A positive, finite bandwidth with its unit, or a bare number of bytes per second."""
         number, unit = self._quantity(_BANDWIDTH_HELP)
         if re.fullmatch(r"[kKMGT]?b/s(ec)?", unit):
-            raise self.error(
-                f"{self.shown}: {unit!r} is easily misread; write bit/s for bits or B/s for bytes"
-            )
+            raise self.error(f"{self.shown}: {unit!r} is easily misread; write bit/s for bits or B/s for bytes")
         value = number * self._factor(unit, _BANDWIDTH_UNITS, _BANDWIDTH_HELP) if unit else number
         if not (math.isfinite(value) and value > 0):
             raise self.error(f"{self.shown} is not allowed; write {_BANDWIDTH_HELP}")

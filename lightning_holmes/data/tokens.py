@@ -99,9 +99,7 @@ class TokenFile(WindowDataModule):
         if dtype not in ("uint16", "uint32"):
             raise ConfigurationError(f"dtype={dtype!r} is not a token dtype: give 'uint16' or 'uint32'.")
         if vocab_size is not None and vocab_size < 1:
-            raise ConfigurationError(
-                f"vocab_size={vocab_size} is too small: give 1 or more, or leave it out."
-            )
+            raise ConfigurationError(f"vocab_size={vocab_size} is too small: give 1 or more, or leave it out.")
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths:
             raise ConfigurationError("paths=[] names no file: give one or more token files.")

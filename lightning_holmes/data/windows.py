@@ -100,11 +100,7 @@ class WindowDataModule(LightningDataModule):
             raise ConfigurationError(
                 f"{self.describe_source()} holds {len(source)} tokens: too few for one training window of "
                 f"sequence_length={self.sequence_length}"
-                + (
-                    f" beside the validation windows (val_fraction={self.val_fraction})"
-                    if num_val_windows
-                    else ""
-                )
+                + (f" beside the validation windows (val_fraction={self.val_fraction})" if num_val_windows else "")
                 + f". Give at least {needed} tokens or a smaller sequence_length."
             )
         order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(self.seed))

@@ -212,9 +212,7 @@ class GPT(LightningModule):
         loss = self.compute_loss(batch)
         # Weighted by labels, so that the epoch's mean is the mean over all its labels.
         num_labels = int(self.microbatch_weight(batch))
-        self.log(
-            name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels
-        )
+        self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at each position, (B, S)."""

@@ -148,9 +148,7 @@ class HFCausalLM(LightningModule):
         loss = self.compute_loss(batch)
         # Weighted by tokens, so that the epoch's mean is the mean over all its tokens.
         num_tokens = int(self.microbatch_weight(batch))
-        self.log(
-            name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens
-        )
+        self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next token at each position, (B, S)."""
@@ -173,8 +171,7 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigurationError(
-            "HFCausalLM needs the package transformers, which is not installed: "
-            "pip install lightning-holmes[hf]"
+            "HFCausalLM needs the package transformers, which is not installed: pip install lightning-holmes[hf]"
         ) from error
     return transformers
 
@@ -221,8 +218,6 @@ def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
             "Give a local folder that save_pretrained wrote; nothing is downloaded."
         )
     try:
-        return _import_transformers().AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, **options
-        )
+        return _import_transformers().AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error

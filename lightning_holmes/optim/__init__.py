@@ -1,1 +1,1 @@
-
+"""How weights change: gradient buffers, their synchronisation, clipping."""

@@ -84,14 +84,10 @@ def make_placement(topology: Topology, *, world_size: int, pipeline_parallel_siz
             f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size}; "
             f"these would: {divisors}"
         )
-    cluster_index = [
-        index for index, cluster in enumerate(topology.clusters) for _ in range(cluster.num_devices)
-    ]
+    cluster_index = [index for index, cluster in enumerate(topology.clusters) for _ in range(cluster.num_devices)]
     order = sorted(range(world_size), key=lambda rank: (cluster_index[rank], rank))
     size = world_size // pipeline_parallel_size
-    return Placement(
-        tuple(tuple(order[stage * size : (stage + 1) * size]) for stage in range(pipeline_parallel_size))
-    )
+    return Placement(tuple(tuple(order[stage * size : (stage + 1) * size]) for stage in range(pipeline_parallel_size)))
 
 
 def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) -> tuple[str, ...]:

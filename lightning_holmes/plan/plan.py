@@ -114,9 +114,7 @@ class Plan:
             num_chunks=entries["num_chunks"].integer(minimum=1),
             layers=entries["layers"].text(),
             partition=Partition(_read_integers(entries["partition"], minimum=1)),
-            placement=Placement(
-                tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1))
-            ),
+            placement=Placement(tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1))),
             clusters=tuple(entry.text() for entry in entries["clusters"].items()),
             groups=tuple(_read_group(entry) for entry in entries["groups"].items()),
             notes=tuple(entry.text() for entry in entries["notes"].items()),

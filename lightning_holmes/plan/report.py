@@ -51,9 +51,7 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
     return table
 
 
-def print_plan(
-    plan: Plan, file: IO[str] | None = None, *, parameter_counts: Sequence[int] | None = None
-) -> None:
+def print_plan(plan: Plan, file: IO[str] | None = None, *, parameter_counts: Sequence[int] | None = None) -> None:
     """Print the table, the groups with their transports, and the notes; to standard output by default."""
     stream = file if file is not None else sys.stdout
     # Without a terminal rich falls back to 80 columns, whatever the file is.

@@ -210,9 +210,7 @@ def _with_transfers(
     lists: list[tuple[Action, ...]] = []
     for rank, order in enumerate(computes):
         position = {compute: index for index, compute in enumerate(order)}
-        posts: list[list[tuple[int, Action]]] = [
-            [] for _ in order
-        ]  # before computation i, with their deadlines
+        posts: list[list[tuple[int, Action]]] = [[] for _ in order]  # before computation i, with their deadlines
         for receives in arriving[rank].values():
             deadline = len(order)
             for receive in reversed(receives):
@@ -278,9 +276,7 @@ def validate_schedule(schedule: Schedule) -> None:
     for (source, destination), receives in sent.items():
         for expected, found in zip(receives, posted[source, destination], strict=True):
             if expected != found:
-                raise ValueError(
-                    f"rank {source} to rank {destination}: {found} is posted where {expected} is sent"
-                )
+                raise ValueError(f"rank {source} to rank {destination}: {found} is posted where {expected} is sent")
     _start_slots(schedule)
 
 

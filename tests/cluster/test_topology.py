@@ -51,11 +51,7 @@ def test_reads_a_file(tmp_path: Path) -> None:
             ),
             Cluster(name="paris", hosts=(Host(name="gpu", devices=8),)),
         ),
-        links=(
-            Link(
-                ends=("berlin", "paris"), transport="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6
-            ),
-        ),
+        links=(Link(ends=("berlin", "paris"), transport="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6),),
     )
     assert topology.num_devices == 16
     assert [topology.cluster_of_rank(rank).name for rank in (0, 7, 8, 15)] == [

@@ -52,9 +52,7 @@ def test_loaders(tmp_path, num_workers):
     val = list(data.val_dataloader())
     assert all(batch["input_ids"].shape == (8, 10) for batch in train)
     assert sum(len(batch["input_ids"]) for batch in val) == 19
-    assert not {int(b["input_ids"][0, 0]) for b in val} & {
-        int(x) for b in train for x in b["input_ids"][:, 0]
-    }
+    assert not {int(b["input_ids"][0, 0]) for b in val} & {int(x) for b in train for x in b["input_ids"][:, 0]}
 
 
 def test_vocabulary_is_checked_and_the_place_named(tmp_path):

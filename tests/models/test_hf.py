@@ -128,9 +128,7 @@ def test_bad_input_is_named(kwargs, match):
 
 
 def test_a_router_loss_is_refused():
-    config = dict(
-        LLAMA, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True
-    )
+    config = dict(LLAMA, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True)
     with pytest.raises(ConfigurationError, match="router loss"):
         HFCausalLM(config=config)
 

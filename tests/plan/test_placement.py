@@ -10,8 +10,7 @@ from lightning_holmes.plan.placement import Placement, clusters_of, make_placeme
 def make_topology(**sizes: int) -> Topology:
     return Topology(
         clusters=tuple(
-            Cluster(name=name, hosts=(Host(name=f"host-{name}", devices=size),))
-            for name, size in sizes.items()
+            Cluster(name=name, hosts=(Host(name=f"host-{name}", devices=size),)) for name, size in sizes.items()
         ),
         source="my.yaml",
     )

@@ -24,9 +24,7 @@ PLAN = Plan(
     placement=Placement(((0, 1), (2, 3))),
     clusters=("berlin", "paris+rome"),
     groups=(
-        GroupPlan(
-            name="data0", axis="data_parallel", ranks=(0, 1), transport="gloo", reason="the only one on CPU"
-        ),
+        GroupPlan(name="data0", axis="data_parallel", ranks=(0, 1), transport="gloo", reason="the only one on CPU"),
         GroupPlan(name="pipe0", axis="pipeline", ranks=(0, 2), transport="gloo", reason="crosses [clusters]"),
         GroupPlan(name="pipe1", axis="pipeline", ranks=(1, 3), transport="gloo", reason="crosses [clusters]"),
     ),
@@ -44,9 +42,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_round_trip_with_chunks() -> None:
-    plan = dataclasses.replace(
-        PLAN, schedule="interleaved_1f1b", num_chunks=2, partition=make_uniform_partition(9, 4)
-    )
+    plan = dataclasses.replace(PLAN, schedule="interleaved_1f1b", num_chunks=2, partition=make_uniform_partition(9, 4))
     assert Plan.from_yaml_text(plan.to_yaml()) == plan
     assert list(plan.stages_of(1)) == [1, 3]
     assert (plan.num_stages, plan.world_size) == (4, 4)
@@ -109,9 +105,7 @@ def test_report_of_a_large_plan_fits_too() -> None:
         data_parallel_size=size,
         placement=Placement((tuple(range(size)), tuple(range(size, 2 * size)))),
         groups=tuple(
-            GroupPlan(
-                name=f"p{j}", axis="pipeline", ranks=(j, j + size), transport="socket", reason="why " * 40
-            )
+            GroupPlan(name=f"p{j}", axis="pipeline", ranks=(j, j + size), transport="socket", reason="why " * 40)
             for j in range(size)
         ),
         notes=("a long note " * 30,),

@@ -126,10 +126,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_interleaved_has_megatrons_order() -> None:
     # Megatron-LM's table for 2 ranks, 2 chunks, 4 microbatches: groups of 2, warm-up 2*(2-r-1) + 2.
     schedule = make_schedule("interleaved_1f1b", pipeline_parallel_size=2, num_microbatches=4, num_chunks=2)
-    computes = [
-        " ".join(str(action) for action in actions if action.op in COMPUTE_OPS)
-        for actions in schedule.actions
-    ]
+    computes = [" ".join(str(action) for action in actions if action.op in COMPUTE_OPS) for actions in schedule.actions]
     assert computes == [
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
@@ -157,9 +154,7 @@ def test_the_interleaved_bubble_is_smaller() -> None:
         return 1 - sum(cell != "." for row in cells for cell in row) / (length * len(cells))
 
     plain = make_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=8)
-    interleaved = make_schedule(
-        "interleaved_1f1b", pipeline_parallel_size=4, num_microbatches=8, num_chunks=2
-    )
+    interleaved = make_schedule("interleaved_1f1b", pipeline_parallel_size=4, num_microbatches=8, num_chunks=2)
     assert idle_share(format_schedule(plain)) == pytest.approx(3 / 11)
     assert idle_share(format_schedule(interleaved)) < 0.2
 

@@ -1,0 +1,235 @@
+"""What the strategy admits: arguments, modules and optimizers that can be run exactly, or a reason why not.
+
+Every check here is made before training, on all ranks alike.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+
+_BATCH_HOOKS = {
+    "training_step": (
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "lr_scheduler_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+    ),
+    "validation_step": ("on_validation_batch_end",),
+    "test_step": ("on_test_batch_end",),
+    "predict_step": ("on_predict_batch_end",),
+}
+
+
+def check_arguments(
+    *,
+    pipeline_parallel_size: Any,
+    num_microbatches: Any,
+    eval_num_microbatches: Any,
+    num_chunks: Any,
+    schedule: Any,
+    schedules: Sequence[str],
+) -> None:
+    """Refuse strategy arguments that are wrong by themselves."""
+    for name, value in (
+        ("pipeline_parallel_size", pipeline_parallel_size),
+        ("num_microbatches", num_microbatches),
+        ("eval_num_microbatches", eval_num_microbatches),
+    ):
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
+    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ConfigurationError(f"num_chunks={num_chunks!r} must be a whole number of at least 1")
+    if schedule not in schedules:
+        raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
+    if num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b"):
+        raise ConfigurationError(
+            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
+        )
+    if num_chunks == 1 and schedule == "interleaved_1f1b":
+        raise ConfigurationError('schedule="interleaved_1f1b" needs num_chunks of at least 2, say num_chunks=2')
+
+
+def check_module(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Precision, *, fitting: bool) -> None:
+    """Refuse a LightningModule that a pipeline cannot run as plain Lightning would.
+
+    Raises:
+        UnsupportedModuleError: names what it does and the cure.
+    """
+    name = type(module).__name__
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedModuleError(
+            f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
+            f"trainer (parts inside a layer may be compiled)"
+        )
+    if not fitting:
+        return
+    if not module.automatic_optimization:
+        raise UnsupportedModuleError(
+            f"{name} uses manual optimization (automatic_optimization=False): its backward calls would run on one stage "
+            f"only; use automatic optimization, or another strategy"
+        )
+    if is_overridden("backward", module):
+        raise UnsupportedModuleError(
+            f"{name} overrides backward(), but a pipeline runs the backward itself, stage by stage; scale or combine "
+            f"losses in training_step instead"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedModuleError(
+            f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
+        )
+    override = getattr(type(module), "configure_gradient_clipping", None)
+    if is_overridden("configure_gradient_clipping", module) and override is not None:
+        code = getattr(inspect.unwrap(override), "__code__", None)
+        names = () if code is None else code.co_names
+        if any(n.startswith("clip_grad") and n != "clip_gradients" for n in names):
+            raise UnsupportedModuleError(
+                f"{name}.configure_gradient_clipping clips by torch.nn.utils, which sees one stage's gradients; call "
+                f"self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...), which knows the "
+                f"norm of the whole model"
+            )
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise UnsupportedModuleError(
+            'precision="16-mixed" scales the loss behind the pipeline\'s back; use "bf16-mixed", "bf16-true" or "32-true"'
+        )
+    if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
+        raise UnsupportedModuleError(
+            f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
+            f"gradients begin anew is then not known; remove one of them"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need to see the whole model at once, or several of them."""
+    if len(optimizers) > 1:
+        raise UnsupportedModuleError(
+            f"configure_optimizers returned {len(optimizers)} optimizers "
+            f"({', '.join(type(o).__name__ for o in optimizers)}); return one, with a parameter group for each"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedModuleError(
+                "LBFGS evaluates its closure as often as its own stage's gradients suggest, so stages would part ways; "
+                "use an optimizer that steps once a batch"
+            )
+
+
+def compare_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that differ.
+
+    Args:
+        everyone: what each global rank says of itself, by name.
+
+    Raises:
+        ConfigurationError: names the first differences and the ranks.
+    """
+    first = everyone[0]
+    differences = []
+    for rank, facts in enumerate(everyone[1:], start=1):
+        for name in dict.fromkeys([*first, *facts]):
+            mine, theirs = first.get(name, "missing"), facts.get(name, "missing")
+            if mine != theirs:
+                differences.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
+    if differences:
+        more = f" (and {len(differences) - 5} more differences)" if len(differences) > 5 else ""
+        raise ConfigurationError(
+            f"the ranks do not run the same job: {'; '.join(differences[:5])}{more}. Install the same versions and start "
+            f"the same script with the same options everywhere"
+        )
+
+
+def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -> frozenset[str]:
+    """The steps behind which a hook of the user runs each batch, and may read what the step left on the module."""
+    found = set()
+    for step_name, hooks in _BATCH_HOOKS.items():
+        own = any(is_overridden(hook, module) for hook in hooks)
+        callbacks = any(
+            is_overridden(hook, callback, pl.Callback)
+            for callback in trainer.callbacks
+            if not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
+            for hook in hooks
+            if hasattr(pl.Callback, hook)
+        )
+        if own or callbacks:
+            found.add(step_name)
+    return frozenset(found)
+
+
+def step_arguments(module: nn.Module, step_name: str) -> int:
+    """How many positional arguments a step takes beside self; batch, batch index and loader index at most."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(getattr(module, step_name)).parameters.values() if p.kind in kinds]
+    return max(1, min(3, len(parameters)))
+
+
+def sample_batches(trainer: "pl.Trainer") -> dict[str, Any]:
+    """One batch for each step that will run, from the trainer's own loaders, which are left as if untouched.
+
+    All ranks must call: loaders are set up, which takes barriers.
+    """
+    fn = trainer.state.fn
+    samples: dict[str, Any] = {}
+    if fn == TrainerFn.FITTING:
+        loop = trainer.fit_loop
+        loop.setup_data()
+        if loop._combined_loader is not None and loop.max_batches:
+            samples["training_step"] = _first_batch(loop._combined_loader, trainer)
+            assert loop._data_fetcher is not None
+            iter(loop._data_fetcher)
+        if trainer.enable_validation:
+            trainer.validating = True
+            validation = loop.epoch_loop.val_loop
+            validation.setup_data()
+            if validation._combined_loader is not None and not validation.skip:
+                samples["validation_step"] = _first_batch(validation._combined_loader, trainer)
+            trainer.training = True
+        if trainer.ckpt_path is not None:
+            # states of loaders are read when Lightning sets its data up, which it must do again after loading
+            loop._combined_loader = None
+            loop._data_fetcher = None
+        return samples
+    evaluation: Any = {
+        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
+        TrainerFn.TESTING: ("test_step", trainer.test_loop),
+        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
+    }.get(fn)  # type: ignore[arg-type]
+    if evaluation is not None:
+        step_name, evaluation_loop = evaluation
+        evaluation_loop.setup_data()
+        if evaluation_loop._combined_loader is not None and not evaluation_loop.skip:
+            samples[step_name] = _first_batch(evaluation_loop._combined_loader, trainer)
+    return samples
+
+
+def _first_batch(combined_loader: Any, trainer: "pl.Trainer") -> Any:
+    for loader in combined_loader.flattened:
+        if iter(loader) is loader:
+            raise ConfigurationError(
+                f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a pipeline "
+                f"looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
+            )
+    limits, combined_loader.limits = combined_loader.limits, None
+    try:
+        batch, _, _ = next(iter(combined_loader))
+    except StopIteration:
+        raise ConfigurationError(
+            "a data loader is empty: a pipeline needs one batch to learn the module from"
+        ) from None
+    finally:
+        combined_loader.limits = limits
+    return batch

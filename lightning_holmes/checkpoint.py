@@ -1,0 +1,173 @@
+"""State by the global names of the user's parameters, whatever the layout.
+
+Collects a pipeline's parts into the dictionaries that plain Lightning would have written, and takes from
+such dictionaries what a rank needs. The first replica's ranks do it; the others hold the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_holmes.comm.edges import Edges
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.stage import PipelineModule
+
+TOPIC_GATHER = 6
+
+
+def gather_to_first(edges: Edges | None, part: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The union of the parts of all ranks of a pipeline, on its first rank; {} on the others, which must call too."""
+    if edges is None:
+        return dict(part)
+    if edges.rank != 0:
+        edges.send_message(0, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
+        edges.finish()
+        return {}
+    whole = dict(part)
+    for rank in range(1, edges.size):
+        whole.update(edges.receive_message(rank, TOPIC_GATHER))
+    return whole
+
+
+def module_state_dict(pipeline: PipelineModule, edges: Edges | None) -> dict[str, Any]:
+    """The module's whole ``state_dict`` on the pipeline's first rank, in the module's own order; {} elsewhere."""
+    module = pipeline.module
+    first_names = {id(p): n for n, p in module.named_parameters()}
+    local: dict[str, Any] = {}
+    order = []
+    for key, value in module.state_dict(keep_vars=True).items():
+        order.append(key)
+        if pipeline.is_owner(first_names.get(id(value), key)):
+            local[key] = value.detach() if isinstance(value, Tensor) else value
+    whole = gather_to_first(edges, local)
+    return {key: whole[key] for key in order if key in whole}
+
+
+def parameter_group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each group of ``optimizer``, which still holds all of them.
+
+    Raises:
+        ConfigurationError: the optimizer holds a tensor that is no parameter of the module.
+    """
+    names = {id(p): n for n, p in module.named_parameters()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"group {index} of {type(optimizer).__name__} holds a tensor of shape {unknown[0]} that is no parameter "
+                f"of {type(module).__name__}; register it as an nn.Parameter"
+            )
+        groups.append([names[id(p)] for p in group["params"]])
+    return groups
+
+
+def keep_local_parameters(optimizer: Optimizer, groups: Sequence[Sequence[str]], local: set[str]) -> None:
+    """Take other stages' parameters out of the optimizer's groups, in place: schedulers hold the groups."""
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        kept = [index for index, name in enumerate(names) if name in local]
+        group["params"] = [group["params"][index] for index in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][index] for index in kept]
+
+
+def optimizer_state_dict(
+    optimizer: Optimizer, groups: Sequence[Sequence[str]], pipeline: PipelineModule, edges: Edges | None
+) -> dict[str, Any]:
+    """The optimizer's state as plain Lightning numbers it (by place in the whole module's groups), on the
+    pipeline's first rank; without states elsewhere."""
+    parameters = dict(pipeline.module.named_parameters())
+    local = {
+        name: dict(optimizer.state[parameters[name]])
+        for names in groups
+        for name in names
+        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state
+    }
+    whole = gather_to_first(edges, local)
+    state: dict[int, Any] = {}
+    described = []
+    number = 0
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        entry = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        entry["params"] = list(range(number, number + len(names)))
+        if "param_names" in group:
+            entry["param_names"] = list(names)
+        described.append(entry)
+        for offset, name in enumerate(names):
+            if name in whole:
+                state[number + offset] = whole[name]
+        number += len(names)
+    return {"state": state, "param_groups": described}
+
+
+def load_optimizer_state_dict(
+    optimizer: Optimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[str]], local: set[str]
+) -> None:
+    """Load what :func:`optimizer_state_dict` or plain Lightning wrote into an optimizer with local parameters only.
+
+    Raises:
+        ConfigurationError: the saved groups are not of the sizes that ``configure_optimizers`` gave.
+    """
+    sizes = [len(g["params"]) for g in saved["param_groups"]]
+    if sizes != [len(names) for names in groups]:
+        raise ConfigurationError(
+            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of "
+            f"{[len(names) for names in groups]}: it was saved from another model or another configure_optimizers"
+        )
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for saved_group, group, names in zip(saved["param_groups"], optimizer.param_groups, groups, strict=True):
+        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
+        entry["params"] = []
+        if "param_names" in group:
+            entry["param_names"] = list(group["param_names"])
+        for place, name in zip(saved_group["params"], names, strict=True):
+            if name not in local:
+                continue
+            entry["params"].append(number)
+            if place in saved["state"]:
+                own["state"][number] = saved["state"][place]
+            number += 1
+        own["param_groups"].append(entry)
+    optimizer.load_state_dict(own)
+
+
+def fill_whole_module(
+    pipeline: PipelineModule,
+    owner_rank: Mapping[int, int],
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> None:
+    """Give every rank of the pipeline all parameters and buffers again. All of them must call, after
+    ``pipeline.uninstall()``.
+
+    Args:
+        owner_rank: the global rank that runs each stage.
+        group: the pipeline's ranks.
+        rank: this global rank.
+    """
+    if group is None:
+        return
+    module = pipeline.module
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            source = owner_rank[pipeline.owner_stage(name)]
+            held = rank == source or name in pipeline.local_parameters
+            data = (
+                parameter.data.contiguous()
+                if held
+                else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            )
+            dist.broadcast(data, source, group=group)
+            if rank != source:
+                parameter.data = data
+        for name, buffer in module.named_buffers():
+            data = buffer.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(data, owner_rank[pipeline.owner_stage(name)], group=group)
+            if not torch.equal(data, buffer):
+                buffer.data = data

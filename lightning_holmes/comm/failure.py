@@ -1,0 +1,113 @@
+"""When one rank fails, all end, and what they show is that rank's exception.
+
+A failing rank writes its traceback to the job's store. Every rank has a thread that looks there; ranks that
+are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_holmes.errors import RemoteError
+
+_KEY = "holmes/failure"
+_SEEN_KEY = "holmes/failure/seen"
+_NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
+_POLL_S = 1.0
+_GRACE_S = 8.0
+
+
+class FailureWatch:
+    """Reports this rank's failure and watches for others'.
+
+    Args:
+        store: the job's key-value store.
+        rank: this global rank.
+        world_size: all ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store: Any = store.clone() if hasattr(store, "clone") else store
+        self._rank = rank
+        self._world_size = world_size
+        self._stop = threading.Event()
+        self._reported = False
+        self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
+        self._thread.start()
+
+    def report(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends. The first report of a job stands."""
+        if self._reported or isinstance(exception, RemoteError):
+            return
+        self._reported = True
+        text = "".join(traceback.format_exception(exception))
+        try:
+            if not self._store.check([_KEY]):
+                line = f"{type(exception).__name__}: {exception}"
+                self._store.set(_KEY, json.dumps([self._rank, line, text]))
+                end = time.monotonic() + _NOTICE_S
+                while self._store.add(_SEEN_KEY, 0) < self._world_size - 1 and time.monotonic() < end:
+                    time.sleep(0.05)
+        except Exception:
+            pass  # the store's own rank is gone; nobody is left to tell
+
+    def cause(self, wait_s: float = 0.0) -> tuple[int, str, str] | None:
+        """(rank, one line, traceback) of the failure that was reported first, if any."""
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                if self._store.check([_KEY]):
+                    rank, line, text = json.loads(self._store.get(_KEY))
+                    return rank, line, text
+            except Exception:
+                return None
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.1)
+
+    def explain(self, exception: BaseException) -> BaseException:
+        """``exception`` itself, or what another rank reported if this one merely lost its connection to it."""
+        if isinstance(exception, RemoteError) or not _is_broken_connection(exception):
+            return exception
+        cause = self.cause(wait_s=3.0)
+        if cause is None or cause[0] == self._rank:
+            return exception
+        return RemoteError(f"rank {cause[0]} failed first: {cause[1]}\n\nIts traceback:\n{cause[2]}")
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            cause = self.cause()
+            if cause is None or cause[0] == self._rank:
+                continue
+            with contextlib.suppress(Exception):
+                self._store.add(_SEEN_KEY, 1)
+            if self._stop.wait(_GRACE_S):
+                return
+            print(
+                f"[rank {self._rank}] ends, because rank {cause[0]} failed: {cause[1]}\n{cause[2]}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+
+def _is_broken_connection(exception: BaseException) -> bool:
+    text = str(exception)
+    return isinstance(exception, (dist.DistError, ConnectionError)) or (
+        isinstance(exception, RuntimeError)
+        and any(
+            w in text for w in ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out")
+        )
+    )

@@ -1,0 +1,134 @@
+"""The process groups of a placement: replicas, pipelines, and an edge for each ordered pair that talks.
+
+Every rank must build them, in the same order; each group is created by its members alone. The first use of
+a group happens here, in one global order: two NCCL communicators first used in different orders on two
+ranks would wait for each other.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.comm.edges import DistributedEdges
+from lightning_holmes.plan.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroups:
+    """One rank's groups; None where a group would have one member."""
+
+    pipeline_rank: int
+    data_parallel_rank: int
+    pipeline: dist.ProcessGroup | None
+    data_parallel: dist.ProcessGroup | None
+    edges: DistributedEdges | None
+
+
+def build_process_groups(
+    placement: Placement,
+    *,
+    rank: int,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+    pairs: Iterable[tuple[int, int]],
+) -> ProcessGroups:
+    """Create and warm up the groups of ``rank``. Every rank of WORLD must call, with the same arguments.
+
+    Args:
+        backend: "gloo" or "nccl", for tensors; messages travel by gloo.
+        pairs: ordered pairs (source, destination) of pipeline ranks that send tensors.
+    """
+    pipeline_rank, data_parallel_rank = placement.coordinate(rank)
+
+    def group(ranks: Sequence[int], name: str, kind: str = backend) -> dist.ProcessGroup | None:
+        return _new_group(ranks, name, rank, kind, device, timeout)
+
+    data_parallel = None
+    for stage_rank in range(placement.pipeline_parallel_size):
+        made = group(placement.data_parallel_group(stage_rank), f"holmes_data_parallel_{stage_rank}")
+        data_parallel = made or data_parallel
+    pipeline = messages = None
+    outgoing: dict[int, dist.ProcessGroup] = {}
+    incoming: dict[int, dist.ProcessGroup] = {}
+    for replica in range(placement.data_parallel_size):
+        ranks = placement.pipeline_group(replica)
+        pipeline = group(ranks, f"holmes_pipeline_{replica}") or pipeline
+        messages = group(ranks, f"holmes_messages_{replica}", "gloo") or messages
+        for source, destination in sorted(set(pairs)):
+            made = group((ranks[source], ranks[destination]), f"holmes_edge_{replica}_{source}_{destination}")
+            if made is None:
+                continue
+            if ranks[source] == rank:
+                outgoing[destination] = made
+            else:
+                incoming[source] = made
+    edges = None
+    if messages is not None:
+        edges = DistributedEdges(
+            placement.pipeline_group(data_parallel_rank),
+            pipeline_rank,
+            outgoing=outgoing,
+            incoming=incoming,
+            messages=messages,
+            device=device,
+        )
+    return ProcessGroups(
+        pipeline_rank=pipeline_rank,
+        data_parallel_rank=data_parallel_rank,
+        pipeline=pipeline,
+        data_parallel=data_parallel,
+        edges=edges,
+    )
+
+
+def join_shared(
+    groups: ProcessGroups,
+    placement: Placement,
+    shared: Sequence[tuple[int, ...]],
+    *,
+    rank: int,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for each set of pipeline ranks that hold the same parameters, in this rank's pipeline.
+
+    Every rank of the pipeline must call with the same ``shared``. Sets of all pipeline ranks use the
+    pipeline's own group.
+    """
+    ranks = placement.pipeline_group(groups.data_parallel_rank)
+    joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for members in sorted(set(shared)):
+        group = groups.pipeline if len(members) == len(ranks) else None
+        if group is None:
+            name = f"holmes_shared_{groups.data_parallel_rank}_{'_'.join(map(str, members))}"
+            group = _new_group([ranks[m] for m in members], name, rank, backend, device, timeout)
+        if group is not None and groups.pipeline_rank in members:
+            joined[members] = group
+    return joined
+
+
+def _new_group(
+    ranks: Sequence[int], name: str, rank: int, backend: str, device: torch.device, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """Create a group by its members alone and use it once; None on other ranks and for a single one."""
+    if rank not in ranks or len(ranks) < 2:
+        return None
+    created = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
+    )
+    dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if backend == "gloo" else device), group=created)
+    return created
+
+
+def edge_pairs(pipeline_parallel_size: int, num_chunks: int) -> list[tuple[int, int]]:
+    """The ordered pairs of pipeline ranks between which activations or gradients travel."""
+    pairs = set()
+    for stage in range(pipeline_parallel_size * num_chunks - 1):
+        source, destination = stage % pipeline_parallel_size, (stage + 1) % pipeline_parallel_size
+        pairs |= {(source, destination), (destination, source)}
+    return sorted(pairs)

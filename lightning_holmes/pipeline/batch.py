@@ -1,0 +1,275 @@
+"""Batches: dealing one to microbatches, weighing, describing and comparing them.
+
+Owns the meaning of "sample": which dimension or list of a batch counts them. Leaves moving batches to
+devices to Lightning, and what a step does with them to the user's module.
+
+    >>> [m["x"].shape[0] for m in BatchSplitter().split({"x": torch.ones(7, 2)}, 4)]
+    [2, 2, 2, 1]
+"""
+
+import enum
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+
+_CURE = "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule, or use num_microbatches=1"
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+
+
+class BatchSplitter:
+    """Deals batches to microbatches; the sizes differ by at most one sample.
+
+    Every tensor with dimensions is cut along its first one, which must have the same length everywhere;
+    tensors without dimensions and constants go to each microbatch. Lists with one entry a sample (images
+    of unlike sizes, strings) are cut as lists. Where a list could be read both ways, what was learnt from
+    an earlier batch of the same structure decides, else the batch is refused.
+    """
+
+    def __init__(self) -> None:
+        self._list_means_samples: dict[Hashable, bool] = {}
+
+    def batch_size(self, batch: Any) -> int:
+        """The number of samples in ``batch``.
+
+        Raises:
+            UnsupportedModuleError: the batch's tensors disagree, or it can be read in two ways.
+        """
+        return self._read(batch)[0]
+
+    def split(self, batch: Any, num_microbatches: int) -> list[Any]:
+        """``num_microbatches`` parts of ``batch``, in order; views of its tensors, not copies."""
+        if num_microbatches == 1:
+            return [batch]
+        size, per_sample = self._read(batch)
+        if size < num_microbatches:
+            raise ConfigurationError(
+                f"a batch of {size} samples cannot be dealt to num_microbatches={num_microbatches}; "
+                f"use a batch size of at least {num_microbatches} or num_microbatches={size}"
+            )
+        bounds = microbatch_bounds(size, num_microbatches)
+        return [_slice(batch, start, stop, size, per_sample, depth=0, path="batch") for start, stop in bounds]
+
+    def _read(self, batch: Any) -> tuple[int, bool]:
+        """The batch size, and whether nested lists hold one entry a sample."""
+        firsts = {path: t.shape[0] for path, t in _named_tensors(batch) if t.ndim > 0}
+        if not firsts:
+            lengths = {len(v) for v in _sample_lists(batch)}
+            if len(lengths) == 1:
+                return lengths.pop(), True
+            raise UnsupportedModuleError(
+                f"cannot tell how many samples a batch of type {type(batch).__name__} has: "
+                f"it holds no tensor with dimensions; {_CURE}"
+            )
+        structured = len(set(firsts.values())) == 1
+        size = next(iter(firsts.values()))
+        nested = _sample_lists(batch)
+        if not nested:
+            if structured:
+                return size, False
+            shown = ", ".join(f"{path}: {length}" for path, length in list(firsts.items())[:6])
+            raise UnsupportedModuleError(
+                f"the tensors of a batch disagree on the number of samples (their first dimensions: {shown}); {_CURE}"
+            )
+        lengths = {len(v) for v in nested}
+        outside = {t.shape[0] for path, t in _named_tensors(batch, into_lists=False) if t.ndim > 0}
+        per_sample = len(lengths) == 1 and outside <= lengths
+        key = _structure_key(batch)
+        if structured and per_sample:
+            known = self._list_means_samples.get(key)
+            if known is None:
+                raise UnsupportedModuleError(
+                    f"a batch holds lists of {next(iter(lengths))} entries that could be one a sample or one a "
+                    f"field ({', '.join(list(firsts)[:4])}); {_CURE}"
+                )
+            return (next(iter(lengths)), True) if known else (size, False)
+        if not structured and not per_sample:
+            shown = ", ".join(f"{path}: {length}" for path, length in list(firsts.items())[:6])
+            raise UnsupportedModuleError(
+                f"cannot tell the number of samples of a batch: first dimensions {shown}, "
+                f"list lengths {sorted(lengths)}; {_CURE}"
+            )
+        self._list_means_samples[key] = per_sample
+        return (next(iter(lengths)), True) if per_sample else (size, False)
+
+
+def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """The first and one-past-last sample of each microbatch; earlier ones take the remainder."""
+    base, remainder = divmod(batch_size, num_microbatches)
+    bounds, start = [], 0
+    for index in range(num_microbatches):
+        stop = start + base + (index < remainder)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+def signature(batch: Any) -> Hashable:
+    """What decides the shapes of a step's activations: paths, shapes and dtypes of the batch's tensors."""
+    return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in _named_tensors(batch))
+
+
+def checksum(batch: Any) -> int:
+    """A number that differs when two ranks hold different samples: CRC-32 of the tensors' bytes (host) or
+    two wrapping sums of them (device, where the bytes do not leave the accelerator)."""
+    result = zlib.crc32(repr(signature(batch)).encode())
+    for _, tensor in _named_tensors(batch):
+        if tensor.is_sparse or tensor.is_quantized or tensor.numel() == 0:
+            continue
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if data.device.type == "cpu":
+            result = zlib.crc32(data.numpy(), result)
+        else:
+            steps = torch.arange(1, data.numel() + 1, device=data.device, dtype=torch.int64)
+            total = torch.stack([data.sum(dtype=torch.int64), (data * steps).sum(dtype=torch.int64)])
+            result = zlib.crc32(total.cpu().numpy(), result)
+    return result
+
+
+def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], name: str) -> Any:
+    """The output of a step over a whole batch, from those of its microbatches.
+
+    Tensors and lists with one entry a sample are concatenated; numbers are averaged with ``weights``;
+    equal constants stay.
+
+    Raises:
+        UnsupportedModuleError: an output that is none of these, named by ``name`` and its path.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if all(o.ndim > 0 and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(outputs)
+        if all(o.ndim == 0 or o.numel() == 1 for o in outputs):
+            return weighted_mean(outputs, weights)
+    elif isinstance(first, float) and not isinstance(first, bool):
+        return float(weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights))
+    elif isinstance(first, list) and all(
+        isinstance(o, list) and len(o) == size for o, size in zip(outputs, sizes, strict=True)
+    ):
+        return [entry for output in outputs for entry in output]
+    elif tree.is_container(first):
+        return tree.map_children(
+            lambda key, _: merge_outputs([_child(o, key) for o in outputs], sizes, weights, f"{name}[{key!r}]"),
+            first,
+        )
+    elif all(_equal(o, first) for o in outputs):
+        return first
+    raise UnsupportedModuleError(
+        f"{name} cannot be put together from {len(outputs)} microbatches (a {type(first).__name__}): return "
+        f"tensors with one entry a sample, numbers, or set the number of microbatches of this step to 1"
+    )
+
+
+def weighted_mean(values: list[Tensor], weights: list[float]) -> Tensor:
+    """``sum(w * v) / sum(w)`` over scalar tensors, leaving out zero weights; equal values come back unrounded."""
+    kept = [(v.detach(), w) for v, w in zip(values, weights, strict=True) if w != 0]
+    if not kept:
+        return values[0].detach()
+    if all(bool(torch.equal(v, kept[0][0])) for v, _ in kept):
+        return kept[0][0]
+    total = sum(w for _, w in kept)
+    dtype = kept[0][0].dtype
+    mean = torch.stack([v.double() * (w / total) for v, w in kept]).sum(0)
+    return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def _child(value: Any, key: Any) -> Any:
+    if isinstance(value, Mapping) or (isinstance(key, int) and isinstance(value, (list, tuple))):
+        return value[key]
+    return getattr(value, key)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except Exception:
+        return False
+
+
+def _named_tensors(
+    value: Any, path: str = "batch", into_lists: bool = True, depth: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif tree.is_container(value):
+        if not into_lists and depth > 0 and _is_plain_list(value):
+            return
+        children: list[tuple[Any, Any]] = []
+        tree.map_children(lambda key, child: children.append((key, child)) or child, value)  # type: ignore[func-returns-value]
+        for key, child in children:
+            yield from _named_tensors(child, f"{path}[{key!r}]", into_lists, depth + 1)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not tree.is_named_tuple(value)
+
+
+def _sample_lists(batch: Any, depth: int = 0) -> list[Any]:
+    """Lists that may hold one entry a sample: nested ones with tensors inside, and a top-level list of containers."""
+    if _is_plain_list(batch):
+        has_tensors = bool(tree.tensors_of(batch))
+        if depth > 0 and has_tensors:
+            return [batch]
+        if (
+            depth == 0
+            and type(batch) is list
+            and batch
+            and all(tree.is_container(v) and type(v) is type(batch[0]) for v in batch)
+            and has_tensors
+        ):
+            return [batch]
+    if not tree.is_container(batch):
+        return []
+    found: list[Any] = []
+
+    def look(_: Any, child: Any) -> Any:
+        found.extend(_sample_lists(child, depth + 1))
+        return child
+
+    tree.map_children(look, batch)
+    return found
+
+
+def _structure_key(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return "tensor", value.ndim
+    if _is_plain_list(value):
+        return type(value).__name__, tuple(sorted({str(_structure_key(v)) for v in value}))
+    if tree.is_container(value):
+        keys: list[Hashable] = []
+        tree.map_children(lambda key, child: keys.append((str(key), _structure_key(child))) or child, value)  # type: ignore[func-returns-value]
+        return type(value).__name__, tuple(keys)
+    return type(value).__name__
+
+
+def _slice(value: Any, start: int, stop: int, size: int, per_sample: bool, depth: int, path: str) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.ndim > 0 else value
+    if _is_plain_list(value):
+        strings = bool(value) and not tree.tensors_of(value)
+        whole_list = (
+            type(value) is list
+            and per_sample
+            and depth == 0
+            and bool(_sample_lists(value))
+            and (len(value) == size and all(tree.is_container(v) for v in value))
+        )
+        if len(value) == size and (whole_list or (depth > 0 and per_sample) or (strings and depth > 0)):
+            return value[start:stop]
+    if tree.is_container(value):
+        return tree.map_children(
+            lambda key, child: _slice(child, start, stop, size, per_sample, depth + 1, f"{path}[{key!r}]"),
+            value,
+        )
+    if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0 and len(value) == size:
+        return value[start:stop]
+    if isinstance(value, _CONSTANTS):
+        return value
+    raise UnsupportedModuleError(f"cannot deal {path}, a {type(value).__name__}, to microbatches; {_CURE}")

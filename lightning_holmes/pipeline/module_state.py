@@ -1,0 +1,131 @@
+"""What a step leaves on the module: lists, numbers, tensors and metrics that hooks read later.
+
+Only the last stage runs a step to its end, so only there ``self.losses.append(loss)`` holds the loss. Before
+hooks that read such things, the rank that knows an attribute best hands it to the others of its pipeline.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_holmes.comm.edges import Edges
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.stage import PipelineModule
+
+TOPIC_STATE = 2
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, Tensor)
+_CONTAINERS = (list, tuple, dict, set, deque, OrderedDict, defaultdict)
+_UNCHANGED = object()
+
+
+class ModuleState:
+    """Watches the plain attributes and metrics of ``pipeline``'s module.
+
+    Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since.
+    """
+
+    def __init__(self, pipeline: PipelineModule, edges: Edges | None, device: torch.device) -> None:
+        self._pipeline = pipeline
+        self._edges = edges
+        self._device = device
+        self._reserved = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "forward"}
+        self._seen: dict[tuple[str, str], Hashable] = {}
+
+    def watch(self) -> None:
+        """Take the present attributes as known to all ranks."""
+        if self._edges is not None and self._edges.size > 1:
+            self._seen = {key: _fingerprint(value) for key, value in self._attributes().items()}
+
+    def synchronise(self) -> None:
+        """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
+        edges = self._edges
+        if edges is None or edges.size == 1:
+            return
+        mine = self._changes()
+        others = [rank for rank in range(edges.size) if rank != edges.rank]
+        for rank in others:
+            edges.send_message(rank, TOPIC_STATE, mine)
+        for rank in others:
+            self._apply(*edges.receive_message(rank, TOPIC_STATE))
+        edges.finish()
+        self.watch()
+
+    def _attributes(self) -> dict[tuple[str, str], Any]:
+        found = {}
+        for name, module in self._pipeline.local_modules():
+            if isinstance(module, Metric):
+                continue
+            for key, value in vars(module).items():
+                if key not in self._reserved and _is_plain(value):
+                    found[name, key] = value
+        return found
+
+    def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, tuple[dict[str, Any], int]]]:
+        attributes = {
+            key: tree.map_tensors(_to_host, value)
+            for key, value in self._attributes().items()
+            if self._seen.get(key, _UNCHANGED) != _fingerprint(value)
+        }
+        metrics = {}
+        for name, module in self._pipeline.local_modules():
+            if isinstance(module, Metric):
+                metrics[name] = (tree.map_tensors(_to_host, module.metric_state), module.update_count)
+        return attributes, metrics
+
+    def _apply(self, attributes: dict[tuple[str, str], Any], metrics: dict[str, tuple[dict[str, Any], int]]) -> None:
+        module = self._pipeline.module
+        for (name, key), value in attributes.items():
+            owner = module.get_submodule(name)
+            value = tree.map_tensors(self._to_device, value)
+            present = vars(owner).get(key)
+            if type(present) is list and type(value) is list:
+                present[:] = value
+            elif type(present) is type(value) and isinstance(present, (dict, set)):
+                present.clear()
+                present.update(value)
+            else:
+                setattr(owner, key, value)
+        for name, (state, count) in metrics.items():
+            metric = module.get_submodule(name)
+            assert isinstance(metric, Metric)
+            for key, value in state.items():
+                setattr(metric, key, tree.map_tensors(self._to_device, value))
+            metric._update_count = count
+            metric._computed = None
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return not isinstance(value, nn.Parameter)
+    if type(value) in _CONTAINERS:
+        if isinstance(value, dict):
+            return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+        return all(_is_plain(v) for v in value)
+    return False
+
+
+def _fingerprint(value: Any) -> Hashable:
+    """Something that differs once ``value`` has changed."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value), value._version if not value.is_inference() else value.data_ptr()
+    if isinstance(value, np.ndarray):
+        return "array", id(value), value.tobytes() if value.nbytes < 4096 else float(value.sum())
+    if isinstance(value, dict):
+        return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple, deque, set)):
+        return type(value).__name__, tuple(_fingerprint(v) for v in value)
+    return type(value).__name__, repr(value) if isinstance(value, float) else value

@@ -1,0 +1,242 @@
+"""What a step logs: recorded on every stage, merged over microbatches, replayed once a batch on all ranks.
+
+Each stage runs the user's step up to its cut, so each sees some of its ``self.log`` calls; a call counts on
+the stage that runs the place where it stands. Lightning then sees one call a batch, everywhere, as if one
+process had run the whole step.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline.batch import weighted_mean
+from lightning_holmes.pipeline.stage import StageRun
+from lightning_holmes.pipeline.structure import BEFORE
+
+_MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricValue:
+    """A torchmetrics object in a log call: its name in the module and the value of its last ``forward``."""
+
+    name: str
+    batch_value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogCall:
+    """One ``self.log``: its value (a number, a host tensor or a metric), its arguments, where it was made."""
+
+    name: str
+    value: Any
+    arguments: Mapping[str, Any]
+    position: int
+    microbatch: int
+
+
+class LogRecorder:
+    """Stands in for ``module.log`` while a step runs, and keeps the calls of this rank's stages."""
+
+    def __init__(self, module: LightningModule, num_layers: int) -> None:
+        self.module = module
+        self.num_layers = num_layers
+        self.calls: list[LogCall] = []
+        self._run: StageRun | None = None
+        self._microbatch = 0
+        self._mine: range = range(0)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record instead of log, for one batch."""
+        self.calls = []
+        vars(self.module)["log"] = self._log
+        try:
+            yield
+        finally:
+            vars(self.module).pop("log", None)
+
+    def enter(self, run: StageRun, microbatch: int, positions: range) -> None:
+        """Say which stage's step on which microbatch runs now; calls outside ``positions`` are another stage's."""
+        self._run, self._microbatch, self._mine = run, microbatch, positions
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        run = self._run
+        assert run is not None, "self.log recorded outside a stage's run"
+        position = run.position
+        if position == self.num_layers - 1:
+            position = self.num_layers
+        if position not in self._mine:
+            return
+        bound = _LOG_SIGNATURE.bind(self.module, name, value, *args, **kwargs)
+        arguments = {k: v for k, v in bound.arguments.items() if k not in ("self", "name", "value")}
+        if isinstance(value, Mapping):
+            raise ValueError(f"self.log({name!r}, {{...}}) was called with a mapping; use self.log_dict")
+        if isinstance(value, Metric):
+            found = next((n for n, m in self.module.named_modules() if m is value), None)
+            if found is None:
+                raise UnsupportedModuleError(
+                    f"self.log({name!r}, metric): the torchmetrics object is no attribute of the module; assign it in "
+                    f"__init__, so that every rank has it"
+                )
+            value = MetricValue(name=found, batch_value=value._forward_cache)
+        elif isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"`self.log({name}, {value})` was called, but the tensor must have a single element")
+            value = value.detach().clone().reshape(())
+        call = LogCall(name=name, value=value, arguments=arguments, position=position, microbatch=self._microbatch)
+        self.calls.append(call)
+
+
+def positions_of(layers: range, num_layers: int) -> range:
+    """The positions (see structure.py) whose calls count on a stage with ``layers``: before the layers on the
+    first stage, after them on the last."""
+    first = BEFORE if layers.start == 0 else layers.start
+    return range(first, num_layers + 1 if layers.stop == num_layers else layers.stop)
+
+
+def merge_calls(calls: Sequence[LogCall], sizes: Sequence[int], weights: Sequence[float], module: str) -> list[LogCall]:
+    """One call for each logged name, from those of all microbatches.
+
+    Values whose reduction is the mean are averaged: by the ``batch_size`` given to the call, else by the
+    microbatch's weight; sums are added, minima and maxima taken. ``batch_size`` becomes the whole batch's.
+    """
+    grouped: dict[tuple[str, int], list[LogCall]] = {}
+    counts: dict[tuple[str, int], int] = {}
+    for call in sorted(calls, key=lambda c: c.microbatch):
+        nth = counts.get((call.name, call.microbatch), 0)
+        counts[call.name, call.microbatch] = nth + 1
+        grouped.setdefault((call.name, nth), []).append(call)
+    order = {key: index for index, key in enumerate(grouped)}
+    merged = []
+    for key in sorted(grouped, key=lambda k: (grouped[k][0].position, order[k])):
+        merged.append(_merge(grouped[key], sizes, weights, module))
+    return merged
+
+
+def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float], module: str) -> LogCall:
+    first, last = calls[0], calls[-1]
+    arguments = dict(first.arguments)
+    given = [c.arguments.get("batch_size") for c in calls]
+    if all(g is not None for g in given):
+        own = all(int(g) == sizes[c.microbatch] for g, c in zip(given, calls, strict=True))  # type: ignore[arg-type]
+        if own or len(set(given)) > 1:
+            arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type]
+        call_weights = [float(g) for g in given]  # type: ignore[arg-type]
+    else:
+        call_weights = [weights[c.microbatch] for c in calls]
+    if isinstance(first.value, MetricValue):
+        return LogCall(name=first.name, value=last.value, arguments=arguments, position=first.position, microbatch=0)
+    values = [v.value if isinstance(v.value, Tensor) else torch.tensor(v.value) for v in calls]
+    if len(values) == 1:
+        value: Any = calls[0].value
+    else:
+        reduce_fx = arguments.get("reduce_fx", "mean")
+        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        stacked = torch.stack(values)
+        if kind in ("mean", "avg"):
+            value = weighted_mean(values, call_weights)
+        elif kind in ("sum", "max", "amax", "min", "amin"):
+            value = stacked.sum() if kind == "sum" else stacked.max() if "max" in kind else stacked.min()
+        else:
+            raise UnsupportedModuleError(
+                f"{module}: self.log({first.name!r}, reduce_fx={kind}) has no known way over microbatches; use mean, "
+                f"sum, min or max, or log a torchmetrics.Metric"
+            )
+    return LogCall(name=first.name, value=value, arguments=arguments, position=first.position, microbatch=0)
+
+
+def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:
+    """Make ``calls`` for real. All ranks must, in the same order: ``sync_dist`` reduces over them."""
+    metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
+    for call in calls:
+        value = call.value
+        if isinstance(value, MetricValue):
+            metric = metrics[value.name]
+            if value.batch_value is not None:
+                metric._forward_cache = _to_device(value.batch_value, device)
+            value = metric
+        elif isinstance(value, Tensor):
+            value = value.to(device)
+        module.log(call.name, value, **call.arguments)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+class MetricWindow:
+    """Gives logged metrics the batch value they have in plain Lightning, though ``forward`` runs once a microbatch.
+
+    Around a batch the metric starts from zero, so that its state is the batch's alone; afterwards the batch
+    value is computed once and the earlier state merged in again.
+    """
+
+    def __init__(self, module: LightningModule, names: Sequence[str], num_microbatches: int) -> None:
+        self._metrics = [] if num_microbatches == 1 else [module.get_submodule(n) for n in names]
+        self._names = names
+
+    @contextmanager
+    def around_batch(self) -> Iterator[None]:
+        earlier: list[tuple[Any, dict[str, Any], int]] = []
+        for metric, name in zip(self._metrics, self._names, strict=False):
+            mergeable = all(r in _MERGEABLE for r in metric._reductions.values())
+            if metric.full_state_update is not False or metric.dist_sync_on_step or not mergeable:
+                raise UnsupportedModuleError(
+                    f"{name} ({type(metric).__name__}) is logged on each step but cannot be merged over microbatches; "
+                    f"log it with on_step=False, on_epoch=True, or use num_microbatches=1"
+                )
+            state = {k: list(v) if isinstance(v, list) else v for k, v in metric.metric_state.items()}
+            earlier.append((metric, state, metric.update_count))
+            metric.reset()
+        yield
+        for metric, state, count in earlier:
+            own_updates = metric.update_count
+            if own_updates:
+                sync, metric.sync_on_compute = metric.sync_on_compute, False
+                metric._computed = None
+                with _quiet_sync(metric):
+                    metric._forward_cache = metric.compute()
+                metric.sync_on_compute = sync
+            if count:
+                if own_updates:
+                    metric.merge_state(state)
+                else:
+                    for key, value in state.items():
+                        setattr(metric, key, value)
+            metric._update_count = own_updates + count
+            metric._computed = None
+
+
+@contextmanager
+def _quiet_sync(metric: Any) -> Iterator[None]:
+    should, metric._to_sync = metric._to_sync, False
+    try:
+        yield
+    finally:
+        metric._to_sync = should
+
+
+def warn_about(module: LightningModule) -> list[str]:
+    """Warnings for what cannot equal a whole batch under any splitting into microbatches."""
+    norms = [n for n, m in module.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return []
+    shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")
+    message = (
+        f"{type(module).__name__} has batch normalisation ({shown}): its statistics run over a microbatch, so results "
+        f"equal those of plain Lightning with the microbatch as batch, not with the whole batch"
+    )
+    rank_zero_warn(message)
+    return [message]

@@ -1,0 +1,244 @@
+"""The runner: executes a schedule's actions on one rank, for training and evaluation alike.
+
+Every schedule is the same to it. Receives are posted where the schedule says, sends are not waited for.
+Shapes are learnt when a batch of a new signature first passes, and sent ahead of its tensors once.
+
+    for _ in runner.run(job): pass        # a generator, so that one process can run all stages in turn
+"""
+
+import collections
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.plan.schedule import Action, Op, Schedule
+
+TOPIC_SHAPES = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class StepJob:
+    """One batch's work on one rank.
+
+    ``step(run, microbatch)`` calls the user's step; ``loss_scales`` multiplies each microbatch's loss for
+    the backward (None: no backward); ``seeds`` are those of the microbatches (None: leave the generators
+    alone); ``signatures`` tell microbatches of different shapes apart. ``outputs`` is filled on the rank of
+    the last stage.
+    """
+
+    schedule: Schedule
+    step_name: str
+    step: Callable[[StageRun, int], Any]
+    signatures: Sequence[Hashable]
+    seeds: Sequence[int] | None = None
+    loss_scales: Callable[[], Sequence[float]] | None = None
+    outputs: list[Any] = field(default_factory=list)
+
+
+class PipelineRunner:
+    """Runs jobs on the stages of ``module`` that this rank holds."""
+
+    def __init__(self, module: PipelineModule, edges: Edges | None) -> None:
+        self.module = module
+        self.edges = edges
+        self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+
+    def run(self, job: StepJob) -> Generator[None, None, None]:
+        """Execute this rank's actions; yields wherever it would wait on another stage of the same process.
+
+        Collective over the ranks of one pipeline.
+        """
+        rank = 0 if self.edges is None else self.edges.rank
+        batch = _Batch(self, job)
+        job.outputs = [None] * job.schedule.num_microbatches
+        for action in job.schedule.actions[rank]:
+            yield from batch.perform(action)
+        if self.edges is not None:
+            self.edges.finish()
+
+
+class _Batch:
+    """The state of one batch on its way through this rank."""
+
+    def __init__(self, runner: PipelineRunner, job: StepJob) -> None:
+        self.runner = runner
+        self.module = runner.module
+        self.job = job
+        self.schedule = job.schedule
+        self.last_stage = job.schedule.num_stages - 1
+        self.runs: dict[tuple[int, int], StageRun] = {}
+        # receives of each source in the order of its sends; those of unknown shape wait here to be posted
+        self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
+        self.posted: dict[Action, PendingReceive] = {}
+        self.scales: Sequence[float] | None = None
+
+    def perform(self, action: Action) -> Generator[None, None, None]:
+        if action.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+            source = self._source(action)
+            self.queues[source].append(action)
+            self._post_known(source)
+        elif action.op is Op.FORWARD:
+            yield from self._forward(action)
+        elif action.op is Op.BACKWARD:
+            yield from self._backward(action)
+        elif action.op is Op.SEND_ACTIVATION:
+            self._send_activation(action)
+        elif action.op is Op.SEND_GRADIENT:
+            self._send_gradient(action)
+
+    # computing
+
+    def _forward(self, action: Action) -> Generator[None, None, None]:
+        job, stage, microbatch = self.job, action.stage, action.microbatch
+        run = StageRun(
+            stage=stage,
+            step_name=job.step_name,
+            seed=None if job.seeds is None else job.seeds[microbatch],
+        )
+        if stage > 0:
+            arrival = Action(Op.RECV_ACTIVATION, stage, microbatch)
+            tensors = yield from self._arrived(arrival)
+            for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
+                run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
+        output = self.module.forward_step(run, lambda: job.step(run, microbatch))
+        if stage == self.last_stage:
+            job.outputs[microbatch] = output
+        if job.loss_scales is not None or stage < self.last_stage:
+            self.runs[stage, microbatch] = run
+
+    def _backward(self, action: Action) -> Generator[None, None, None]:
+        stage, microbatch = action.stage, action.microbatch
+        run = self.runs[stage, microbatch]
+        if stage == self.last_stage:
+            assert self.job.loss_scales is not None
+            if self.scales is None:
+                self.scales = self.job.loss_scales()
+            output = self.job.outputs[microbatch]
+            roots = [loss_of(output, self.job.step_name)]
+            gradients = [torch.full_like(roots[0], self.scales[microbatch])]
+            self.job.outputs[microbatch] = _without_graph(output)
+            if self.scales[microbatch] == 0:
+                roots, gradients = [], []
+        else:
+            assert run.payload is not None
+            roots = [t for t in run.payload if t.requires_grad]
+            gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
+            run.payload = None
+        if roots:
+            run.backward = True
+            with self.module.running(run):
+                torch.autograd.backward(roots, gradients)
+        if stage == 0:
+            del self.runs[stage, microbatch]
+
+    # sending
+
+    def _send_activation(self, action: Action) -> None:
+        run = self.runs[action.stage, action.microbatch]
+        assert run.payload is not None and self.runner.edges is not None
+        destination = self.schedule.rank_of(action.stage + 1)
+        specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in run.payload)
+        key = self._spec_key(action.stage + 1, action.microbatch)
+        known = self.runner._known_specs.get(key)
+        if known is None:
+            self.runner.edges.send_message(destination, TOPIC_SHAPES, specs)
+            self.runner._known_specs[key] = specs
+        elif known != specs:
+            raise UnsupportedModuleError(
+                f"stage {action.stage} hands on {_describe(specs)} for a batch whose like gave {_describe(known)} before: "
+                f"activations whose shape depends on the values of a batch, or that begin to need gradients for "
+                f"reasons other than requires_grad of parameters, cannot be pipelined"
+            )
+        self.runner.edges.send(destination, run.payload)
+        if self.job.loss_scales is None:
+            del self.runs[action.stage, action.microbatch]
+
+    def _send_gradient(self, action: Action) -> None:
+        run = self.runs.pop((action.stage, action.microbatch))
+        assert self.runner.edges is not None
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in run.received if t.requires_grad]
+        self.runner.edges.send(self.schedule.rank_of(action.stage - 1), gradients)
+
+    # receiving
+
+    def _source(self, action: Action) -> int:
+        neighbour = action.stage - 1 if action.op is Op.RECV_ACTIVATION else action.stage + 1
+        return self.schedule.rank_of(neighbour)
+
+    def _spec_key(self, stage: int, microbatch: int) -> Hashable:
+        return self.job.step_name, self.job.loss_scales is None, stage, self.job.signatures[microbatch]
+
+    def _activation_specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
+        return self.runner._known_specs.get(self._spec_key(action.stage, action.microbatch))
+
+    def _specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
+        """What will arrive, if that is known yet."""
+        if action.op is Op.RECV_ACTIVATION:
+            return self._activation_specs(action)
+        run = self.runs.get((action.stage, action.microbatch))
+        if run is not None and run.payload is not None:
+            return tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in run.payload if t.requires_grad)
+        known = self.runner._known_specs.get(self._spec_key(action.stage + 1, action.microbatch))
+        return None if known is None else tuple(s for s in known if s.requires_grad)
+
+    def _post_known(self, source: int) -> None:
+        assert self.runner.edges is not None
+        queue = self.queues[source]
+        while queue:
+            specs = self._specs(queue[0])
+            if specs is None:
+                return
+            self.posted[queue.popleft()] = self.runner.edges.receive(source, specs)
+
+    def _arrived(self, action: Action) -> Generator[None, None, list[Tensor]]:
+        """Wait for a receive, posting it and those before it first if their shapes were unknown."""
+        edges = self.runner.edges
+        assert edges is not None
+        source = self._source(action)
+        self._post_known(source)
+        while action not in self.posted:
+            pending = self.queues[source][0]
+            assert pending.op is Op.RECV_ACTIVATION, "the gradient of an output that was never computed"
+            while not edges.has_message(source, TOPIC_SHAPES):
+                yield
+            specs = edges.receive_message(source, TOPIC_SHAPES)
+            self.runner._known_specs[self._spec_key(pending.stage, pending.microbatch)] = specs
+            self._post_known(source)
+        receive = self.posted.pop(action)
+        while not receive.ready():
+            yield
+        return receive.wait()
+
+
+def loss_of(output: Any, step_name: str) -> Tensor:
+    """The loss in the output of a training step: the tensor itself, or a mapping's "loss".
+
+    Raises:
+        UnsupportedModuleError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, collections.abc.Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise UnsupportedModuleError(
+            f"{step_name} returned {type(output).__name__} without a loss tensor: return the loss, or a dict with "
+            f"'loss'; skipping a step by returning None cannot be done by one stage of a pipeline alone"
+        )
+    return loss
+
+
+def _without_graph(output: Any) -> Any:
+    from lightning_holmes.pipeline import tree
+
+    return tree.map_tensors(Tensor.detach, output)
+
+
+def _describe(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(
+        f"{list(s.shape)} {str(s.dtype).removeprefix('torch.')}{' with gradient' if s.requires_grad else ''}"
+        for s in specs
+    )

@@ -1,0 +1,55 @@
+"""Random numbers that do not depend on the layout of a run.
+
+Each microbatch, and each layer within it, draws from generators seeded by (seed, step, data-parallel
+coordinate, microbatch, place), so the same dropout masks appear whichever rank runs a layer.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """One 63-bit seed from whole numbers, by SplitMix64's finaliser over each in turn."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's default generators of the host and of ``device``."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    seed_torch(seed, device)
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Leave every generator as it was found: what a step draws does not disturb the data loaders."""
+    python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(host)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

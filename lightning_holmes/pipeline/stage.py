@@ -1,0 +1,319 @@
+"""One rank's part of a module: layers of its own, missing layers, and steps that run from cut to cut.
+
+The module keeps its full length, its names and its identity. Each layer's ``forward`` goes through a gate
+that knows which stage of the rank is running:
+
+- a layer of the stage runs; behind the stage's last one its output is kept, and the next layer's gate cuts
+  the step short with :class:`StepCut`;
+- a missing layer before the stage hands on a placeholder, and the one right before it hands on what was
+  received from the previous stage;
+- outside a step a missing layer refuses to run.
+
+Parameters of other stages keep shape, type and names but hold NaN in no memory, so that what the trace
+judged wrongly turns the loss into NaN.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.seeds import derive_seed, seed_torch
+from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
+from lightning_holmes.plan.partition import Partition
+
+
+class StepCut(BaseException):
+    """Ends a user's step behind a stage's last layer; no ``Exception``, so that user code does not catch it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StageRun:
+    """One stage's pass over one microbatch: what came in, what goes out, and where the step is."""
+
+    stage: int
+    step_name: str
+    seed: int | None
+    received: list[Tensor] = field(default_factory=list)
+    payload: list[Tensor] | None = None
+    position: int = BEFORE
+    cut: bool = False
+    backward: bool = False
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A tensor of ``like``'s shape, type and device that holds NaN (zero where there is none) in one element's memory."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+class PipelineModule:
+    """Cuts ``module`` to the ``stages`` which this rank runs.
+
+    Args:
+        module: the whole module, its parameters in place.
+        structure: what the trace taught; None for a module that is run whole (one stage).
+        partition: which layers each stage holds.
+        stages: this rank's stages, ascending.
+        device: where random generators are seeded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        structure: ModuleStructure | None,
+        partition: Partition,
+        stages: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.structure = structure
+        self.partition = partition
+        self.stages = tuple(stages)
+        self.device = device
+        self.current: StageRun | None = None
+        self._forwards: list[tuple[nn.Module, bool, Any]] = []
+        names = dict(module.named_parameters())
+        if structure is None:
+            self.local_parameters = set(names)
+        else:
+            self.local_parameters = set().union(*(structure.parameters_of(partition, s) for s in self.stages))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.partition.num_stages
+
+    def is_owner(self, name: str) -> bool:
+        """Whether this rank's stages hold the copy of parameter ``name`` that counts in norms and checkpoints."""
+        return self.owner_stage(name) in self.stages
+
+    def owner_stage(self, name: str) -> int:
+        """The stage whose copy of parameter or buffer ``name`` counts."""
+        if self.structure is None:
+            return 0
+        if name in self.structure.readers:
+            return self.structure.stages_of(self.partition, name)[0]
+        layer = self._layer_holding(name)
+        if layer is not None:
+            return self.partition.stage_of(layer)
+        return self.structure.buffer_stage(self.partition, name)
+
+    def _layer_holding(self, name: str) -> int | None:
+        assert self.structure is not None
+        for index, layer in enumerate(self.structure.layer_names):
+            if name.startswith(layer + "."):
+                return index
+        return None
+
+    def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose plain attributes this rank knows best: its own layers', and on the last stage the rest."""
+        last = self.num_stages - 1 in self.stages
+        for name, submodule in self.module.named_modules():
+            layer = None if self.structure is None else self._layer_holding(name + ".")
+            if (last and layer is None) or (layer is not None and self.partition.stage_of(layer) in self.stages):
+                yield name, submodule
+
+    # installing and removing
+
+    def install(self) -> None:
+        """Put the gates in place and let go of the parameters of other stages."""
+        if self.structure is None:
+            return
+        for index, name in enumerate(self.structure.layer_names):
+            layer = self.module.get_submodule(name)
+            self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
+            layer.forward = self._gate(index, layer.forward)
+        for name, parameter in self.module.named_parameters():
+            if name not in self.local_parameters:
+                parameter.data = placeholder(parameter.data)
+
+    def uninstall(self) -> None:
+        """Take the gates away; parameters of other stages remain placeholders until someone fills them."""
+        for layer, own, forward in self._forwards:
+            if own:
+                layer.forward = forward
+            else:
+                vars(layer).pop("forward", None)
+        self._forwards.clear()
+
+    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        stage_of_layer = self.partition.stage_of(index)
+        here = stage_of_layer in self.stages
+
+        @functools.wraps(forward)
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            run = self.current
+            if run is None:
+                if here:
+                    return forward(*args, **kwargs)
+                assert self.structure is not None
+                raise HolmesError(
+                    f"layer {index} of {self.structure.layers} lives on stage {stage_of_layer}, not on this rank: outside "
+                    f"training_step, validation_step, test_step and predict_step the module cannot be run while the "
+                    f"trainer does; run it after fit, when every rank has the whole module again"
+                )
+            if run.backward:
+                if not here:
+                    raise UnsupportedModuleError(
+                        f"activation checkpointing around several layers at once reaches from layer {index}, which lives "
+                        f"on stage {stage_of_layer}, into stage {run.stage}: checkpoint each layer by itself"
+                    )
+                self._seed(run, 2 * index + 2)
+                return forward(*args, **kwargs)
+            return self._pass(run, index, stage_of_layer, forward, args, kwargs)
+
+        return gate
+
+    def _pass(
+        self,
+        run: StageRun,
+        index: int,
+        stage_of_layer: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        assert self.structure is not None
+        if run.payload is not None and run.stage < self.num_stages - 1:
+            run.cut = True
+            raise StepCut
+        if index != run.position + 1:
+            raise UnsupportedModuleError(
+                f"{run.step_name} called layer {index} of {self.structure.layers} after layer {run.position}: this "
+                f"step passes through the layers in another way than the one traced at the start; a pipeline needs "
+                f"each layer once, in order"
+            )
+        run.position = index
+        if stage_of_layer == run.stage:
+            self._seed(run, 2 * index + 2)
+            output = forward(*args, **kwargs)
+            self._seed(run, 2 * index + 3)
+            if index == self.partition.layers_of(run.stage)[-1] and run.stage < self.num_stages - 1:
+                output = self._keep_payload(run, index, output)
+            return output
+        self._seed(run, 2 * index + 3)
+        if index == self.partition.layers_of(run.stage)[0] - 1:
+            return self._hand_on_received(run, index, args, kwargs)
+        return self._missing_output(run, index, args, kwargs)
+
+    def _keep_payload(self, run: StageRun, index: int, output: Any) -> Any:
+        """Keep the tensors that travel; the user's code goes on with copies, which it may change in place."""
+        assert self.structure is not None
+        expected = self.structure.outputs[run.step_name][index]
+        template, leaves = tree.flatten(output)
+        if len(leaves) != len(expected.live) or not _same_template(template, expected.template):
+            raise UnsupportedModuleError(
+                f"layer {index} of {self.structure.layers} returned {_describe(template)}, but "
+                f"{_describe(expected.template)} when {run.step_name} was traced: what a layer returns beside tensors "
+                f"must not change from step to step under a pipeline"
+            )
+        run.payload = [leaf for leaf, live in zip(leaves, expected.live, strict=True) if live]
+        return tree.unflatten(template, [leaf.clone() for leaf in leaves])
+
+    def _hand_on_received(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
+        assert self.structure is not None
+        expected = self.structure.outputs[run.step_name][index]
+        arrived = iter(run.received)
+        blank = None if all(expected.live) else self._blank_leaves(run, index, args, kwargs)
+        leaves = [
+            _own_copy(next(arrived)) if live else blank[number]  # type: ignore[index]
+            for number, live in enumerate(expected.live)
+        ]
+        return tree.unflatten(expected.template, leaves)
+
+    def _missing_output(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
+        assert self.structure is not None
+        expected = self.structure.outputs[run.step_name][index]
+        return tree.unflatten(expected.template, self._blank_leaves(run, index, args, kwargs))
+
+    def _blank_leaves(self, run: StageRun, index: int, args: Any, kwargs: Any) -> list[Tensor]:
+        """Placeholders of the traced shapes, with the traced lengths replaced by those of the present input."""
+        assert self.structure is not None
+        expected = self.structure.outputs[run.step_name][index]
+        inputs = tree.tensors_of((args, kwargs))
+        present = tuple(inputs[0].shape) if inputs else ()
+        then = expected.input_shape
+        blanks = []
+        for shape, dtype in zip(expected.shapes, expected.dtypes, strict=True):
+            lengths = [
+                present[d] if d < len(then) and d < len(present) and length == then[d] else length
+                for d, length in enumerate(shape)
+            ]
+            like = torch.empty((), dtype=getattr(torch, dtype), device=self.device).expand(lengths)
+            blanks.append(placeholder(like))
+        return blanks
+
+    def _seed(self, run: StageRun, place: int) -> None:
+        if run.seed is not None:
+            seed_torch(derive_seed(run.seed, place), self.device)
+
+    # running
+
+    @contextlib.contextmanager
+    def running(self, run: StageRun) -> Iterator[StageRun]:
+        """Let the gates act for ``run``."""
+        previous, self.current = self.current, run
+        try:
+            yield run
+        finally:
+            self.current = previous
+
+    def forward_step(self, run: StageRun, step: Callable[[], Any]) -> Any:
+        """Run ``step`` for ``run``; returns its output on the last stage, None on the others (see ``run.payload``).
+
+        Raises:
+            UnsupportedModuleError: the step did not pass through this stage as the trace did.
+        """
+        with self.running(run):
+            try:
+                output = step()
+            except StepCut:
+                return None
+        if self.structure is None:
+            return output
+        if run.cut:
+            raise UnsupportedModuleError(
+                f"{run.step_name} went on after the pipeline had cut it behind layer {run.position}: a bare `except:` or "
+                f"`except BaseException:` around the model call swallows the cut; catch Exception instead"
+            )
+        last = run.stage == self.num_stages - 1
+        if run.position != self.structure.num_layers - 1 or (not last and run.payload is None):
+            raise UnsupportedModuleError(
+                f"{run.step_name} ended after layer {run.position} of {self.structure.layers}, which has "
+                f"{self.structure.num_layers}: a pipeline needs every step to pass through all of them"
+            )
+        if not last:
+            raise UnsupportedModuleError(f"{run.step_name} ended without leaving stage {run.stage}")
+        return output
+
+
+def _own_copy(received: Tensor) -> Tensor:
+    """What user code may change in place: a leaf that waits for its gradient must not be."""
+    return received.clone() if received.requires_grad else received
+
+
+def _same_template(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, tree.Leaf) or not tree.is_container(left):
+        try:
+            return bool(left == right) or not isinstance(left, (bool, int, float, str, tree.Leaf))
+        except Exception:
+            return True
+    mine: dict[Any, Any] = {}
+    theirs: dict[Any, Any] = {}
+    tree.map_children(lambda key, child: mine.setdefault(key, child), left)
+    tree.map_children(lambda key, child: theirs.setdefault(key, child), right)
+    return mine.keys() == theirs.keys() and all(_same_template(mine[k], theirs[k]) for k in mine)
+
+
+def _describe(template: Any) -> str:
+    text = str(tree.map_children(lambda _, c: "tensor" if isinstance(c, tree.Leaf) else c, template))
+    return "a tensor" if isinstance(template, tree.Leaf) else text[:120]

@@ -1,0 +1,262 @@
+"""One batch through the pipeline: dealt, run, and its results brought to every rank.
+
+Owns what happens around the runner: comparing the stages' batches, weights and seeds of microbatches, and
+the way back of outputs and logs from the last stage. Leaves gradients to whoever calls it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_holmes.comm.edges import Edges
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline import batch as batches
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
+from lightning_holmes.pipeline.runner import PipelineRunner, StepJob
+from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
+from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.plan.schedule import make_schedule
+
+TOPIC_BATCH = 3
+TOPIC_CALLS = 4
+TOPIC_RESULT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """What to run: the step, its batch and further arguments, and how."""
+
+    step_name: str
+    batch: Any
+    arguments: tuple[Any, ...]
+    num_microbatches: int
+    seed: int
+    context: Callable[[], Any]
+    loss_scales: Callable[[Sequence[float]], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a whole batch gave, on every rank of the pipeline: the step's output and its merged log calls."""
+
+    output: Any
+    calls: Sequence[LogCall]
+
+
+class StepDriver:
+    """Runs batches through ``module``'s stages on this rank.
+
+    Args:
+        pipeline: this rank's part of the module.
+        edges: to the other ranks of the pipeline; None if there are none.
+        schedule, num_chunks: which schedule trains; evaluation runs its forwards.
+        broadcast_batch: the first stage's batch replaces those of the others.
+        splitter: shared by all steps, since it learns from earlier batches.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        edges: Edges | None,
+        *,
+        schedule: str,
+        num_chunks: int,
+        device: torch.device,
+        broadcast_batch: bool = False,
+        splitter: BatchSplitter | None = None,
+    ) -> None:
+        module = pipeline.module
+        assert isinstance(module, LightningModule)
+        self.module = module
+        self.pipeline = pipeline
+        self.edges = edges
+        self.schedule = schedule
+        self.num_chunks = num_chunks
+        self.device = device
+        self.broadcast_batch = broadcast_batch
+        self.splitter = splitter or BatchSplitter()
+        self.runner = PipelineRunner(pipeline, edges)
+        num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
+        self.recorder = LogRecorder(module, num_layers)
+        self._positions = {
+            stage: positions_of(pipeline.partition.layers_of(stage) if pipeline.structure else range(0), num_layers)
+            for stage in pipeline.stages
+        }
+        self.inside_step = False
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks of the pipeline."""
+        return 1 if self.edges is None else self.edges.size
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank runs the end of a step."""
+        return self.pipeline.num_stages - 1 in self.pipeline.stages
+
+    def run(self, request: StepRequest) -> StepResult:
+        """Run one batch; every rank of the pipeline must call with the same request but for the batch."""
+        steps = self.run_in_turn(request)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: StepResult = end.value
+                return result
+
+    def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
+        """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
+        batch = yield from self._agree_on(request.batch)
+        splits = request.num_microbatches > 1
+        count = min(request.num_microbatches, self._batch_size(batch)) if splits else 1
+        microbatches = self._split(batch, count)
+        sizes = [self._batch_size(m) if splits else 1 for m in microbatches]
+        weights = self._weights(microbatches, sizes)
+        training = request.loss_scales is not None
+        state = self._state_signature()
+        job = StepJob(
+            schedule=make_schedule(
+                self.schedule if self.pipeline_parallel_size > 1 else "gpipe",
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                num_microbatches=count,
+                num_chunks=self.num_chunks,
+                forward_only=not training,
+            ),
+            step_name=request.step_name,
+            step=self._make_step(request, microbatches),
+            signatures=[(state, batches.signature(m)) for m in microbatches],
+            seeds=[derive_seed(request.seed, index) for index in range(count)],
+            loss_scales=(lambda: request.loss_scales(weights)) if training else None,  # type: ignore[misc]
+        )
+        structure = self.pipeline.structure
+        metrics = structure.step_metrics if structure is not None else ()
+        window = MetricWindow(self.module, metrics if self.has_last_stage and training else (), count)
+        self.inside_step = True
+        try:
+            with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
+                yield from self.runner.run(job)
+        finally:
+            self.inside_step = False
+        return (yield from self._share(request, job, sizes, weights))
+
+    def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
+        """The batch that all stages run: each its own, if they are equal, or the first stage's."""
+        edges = self.edges
+        if edges is None or edges.size == 1:
+            return batch
+        if edges.rank == 0:
+            message = tree.map_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
+            for rank in range(1, edges.size):
+                edges.send_message(rank, TOPIC_BATCH, message)
+            return batch
+        while not edges.has_message(0, TOPIC_BATCH):
+            yield
+        message = edges.receive_message(0, TOPIC_BATCH)
+        if self.broadcast_batch:
+            return tree.map_tensors(lambda t: t.to(self.device), message)
+        if message != batches.checksum(batch):
+            raise ConfigurationError(
+                f"pipeline rank {edges.rank} has another batch than pipeline rank 0 of the same replica: every stage "
+                f"needs the same samples. A data set that shards itself should do so by the data-parallel coordinate, "
+                f"and random augmentation should draw from torch's, NumPy's or Python's default generators; or set "
+                f"broadcast_batch=True, so that the first stage loads and the others receive"
+            )
+        return batch
+
+    def _batch_size(self, batch: Any) -> int:
+        return self.splitter.batch_size(batch)
+
+    def _split(self, batch: Any, count: int) -> list[Any]:
+        own = getattr(self.module, "split_batch", None)
+        if count > 1 and callable(own):
+            parts = list(own(batch, count))
+            if len(parts) != count:
+                raise ConfigurationError(f"split_batch returned {len(parts)} parts of a batch, not {count}")
+            return parts
+        return self.splitter.split(batch, count)
+
+    def _weights(self, microbatches: list[Any], sizes: list[int]) -> list[float]:
+        own = getattr(self.module, "microbatch_weight", None)
+        if not callable(own):
+            return [float(size) for size in sizes]
+        weights = [float(own(m)) for m in microbatches]
+        for index, weight in enumerate(weights):
+            if not 0 <= weight < float("inf"):
+                raise ConfigurationError(
+                    f"{type(self.module).__name__}.microbatch_weight gave {weight} for microbatch {index}; it must be "
+                    f"a finite number, at least 0"
+                )
+        return weights
+
+    def _state_signature(self) -> tuple[bool, int]:
+        """What changes the activations' needs of gradients: mode and frozen parameters."""
+        flags = 0
+        for index, parameter in enumerate(self.module.parameters()):
+            flags |= parameter.requires_grad << index
+        return self.module.training, flags
+
+    def _make_step(self, request: StepRequest, microbatches: list[Any]) -> Callable[[StageRun, int], Any]:
+        step = getattr(self.module, request.step_name)
+
+        def run_step(run: StageRun, microbatch: int) -> Any:
+            assert run.seed is not None
+            seed_all(run.seed, self.device)
+            self.recorder.enter(run, microbatch, self._positions[run.stage])
+            with request.context():
+                return step(microbatches[microbatch], *request.arguments)
+
+        return run_step
+
+    def _share(
+        self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float]
+    ) -> Generator[None, None, StepResult]:
+        """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
+        edges, calls = self.edges, list(self.recorder.calls)
+        alone = edges is None or edges.size == 1
+        if not self.has_last_stage:
+            assert edges is not None
+            last = edges.size - 1
+            edges.send_message(last, TOPIC_CALLS, [_to_host(c) for c in calls])
+            while not edges.has_message(last, TOPIC_RESULT):
+                yield
+            output, calls = edges.receive_message(last, TOPIC_RESULT)
+            return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
+        if not alone:
+            assert edges is not None
+            for rank in range(edges.size - 1):
+                while not edges.has_message(rank, TOPIC_CALLS):
+                    yield
+                calls += edges.receive_message(rank, TOPIC_CALLS)
+        name = type(self.module).__name__
+        merged = merge_calls(calls, sizes, weights, name)
+        output = batches.merge_outputs(job.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
+        if not alone:
+            assert edges is not None
+            message = (tree.map_tensors(_detached_on_host, output), [_to_host(c) for c in merged])
+            for rank in range(edges.size - 1):
+                edges.send_message(rank, TOPIC_RESULT, message)
+            edges.finish()
+        return StepResult(output=output, calls=merged)
+
+
+def _detached_on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _to_host(call: LogCall) -> LogCall:
+    value = call.value
+    if isinstance(value, Tensor):
+        value = _detached_on_host(value)
+    return LogCall(
+        name=call.name,
+        value=value,
+        arguments=dict(call.arguments),
+        position=call.position,
+        microbatch=call.microbatch,
+    )

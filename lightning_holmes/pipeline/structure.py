@@ -1,0 +1,123 @@
+"""What one traced microbatch taught about a module: plain data, sent between ranks, asked by the strategy.
+
+Positions along a step: ``BEFORE`` the layers (-1), layer ``i`` (i), after them (``num_layers``). A *cut*
+``c`` lies between the layers ``c`` and ``c + 1``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.plan.partition import Partition
+
+BEFORE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bypass:
+    """A value that reaches a later place beside the hidden state, and the cuts which it forbids."""
+
+    first_cut: int
+    last_cut: int
+    what: str
+
+    def forbids(self, cut: int) -> bool:
+        """Whether the value would be lost at ``cut``."""
+        return self.first_cut <= cut <= self.last_cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOutput:
+    """The output of a layer: its template (see tree.py), the shapes of the tensors seen with the shape of
+    the layer's first tensor argument, and which tensors later places read."""
+
+    template: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    input_shape: tuple[int, ...]
+    live: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleStructure:
+    """How a LightningModule's steps use its layers.
+
+    ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a parameter's value is read, not through the hidden state.
+    ``buffer_writers[name]``: the last position at which a buffer is written.
+    """
+
+    layers: str
+    layer_names: tuple[str, ...]
+    readers: Mapping[str, frozenset[int]]
+    outputs: Mapping[str, tuple[LayerOutput, ...]]
+    buffer_writers: Mapping[str, int] = field(default_factory=dict)
+    bypasses: tuple[Bypass, ...] = ()
+    step_metrics: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """The length of the layer list."""
+        return len(self.layer_names)
+
+    def check_partition(self, partition: Partition) -> None:
+        """Refuse a partition with a cut that loses a value.
+
+        Raises:
+            UnsupportedModuleError: names the value, the cut and, if there is one, what would do.
+        """
+        for stage in range(partition.num_stages - 1):
+            cut = partition.layers_of(stage)[-1]
+            lost = [b for b in self.bypasses if b.forbids(cut)]
+            if lost:
+                free = [c for c in range(self.num_layers - 1) if not any(b.forbids(c) for b in self.bypasses)]
+                cure = (
+                    f"cuts that lose nothing lie behind the layers {free}: choose layer counts by partition=[...]"
+                    if free
+                    else "no cut of this layer list is free of it: use pipeline_parallel_size=1, or pass the value "
+                    "along in the layers' own outputs"
+                )
+                more = f" (and {len(lost) - 1} more such values)" if len(lost) > 1 else ""
+                raise UnsupportedModuleError(
+                    f"cutting {self.layers} behind layer {cut} would lose {lost[0].what}{more}; {cure}"
+                )
+
+    def parameters_of(self, partition: Partition, stage: int) -> set[str]:
+        """Names of the parameters which ``stage`` needs; those that nothing reads live on stage 0."""
+        return {name for name, readers in self.readers.items() if stage in self._stages(partition, readers)}
+
+    def stages_of(self, partition: Partition, name: str) -> tuple[int, ...]:
+        """The stages that hold parameter ``name``, in order; the first is its owner in norms and checkpoints."""
+        return tuple(sorted(self._stages(partition, self.readers.get(name, frozenset()))))
+
+    def buffer_stage(self, partition: Partition, name: str) -> int:
+        """The stage whose copy of buffer ``name`` counts."""
+        return self.stage_at(partition, self.buffer_writers.get(name, BEFORE))
+
+    def stage_at(self, partition: Partition, position: int) -> int:
+        """The stage that runs ``position``."""
+        if position == BEFORE:
+            return 0
+        return partition.num_stages - 1 if position >= self.num_layers else partition.stage_of(position)
+
+    def _stages(self, partition: Partition, readers: frozenset[int]) -> set[int]:
+        return {self.stage_at(partition, position) for position in readers} or {0}
+
+    def merged(self, other: "ModuleStructure") -> "ModuleStructure":
+        """The structure for a module that runs both traced steps: everything that either needs."""
+        if self.layers != other.layers:
+            raise UnsupportedModuleError(
+                f"one step runs through {self.layers}, another through {other.layers}: name the list to cut by layers="
+            )
+        readers = {n: self.readers.get(n, frozenset()) | other.readers.get(n, frozenset()) for n in self.readers}
+        writers = dict(other.buffer_writers)
+        for name, position in self.buffer_writers.items():
+            writers[name] = max(position, writers.get(name, BEFORE))
+        return replace(
+            self,
+            outputs={**self.outputs, **other.outputs},
+            readers=readers,
+            buffer_writers=writers,
+            bypasses=tuple(dict.fromkeys(self.bypasses + other.bypasses)),
+            step_metrics=tuple(dict.fromkeys(self.step_metrics + other.step_metrics)),
+        )

@@ -1,0 +1,103 @@
+"""Trees of tensors: the nested containers that batches and layer outputs are made of.
+
+A tree is a tensor, or a mapping, list, tuple, named tuple, set-free dataclass of trees; anything else is
+a constant. torch has the same under ``torch.utils._pytree``, which is private; the few functions needed
+here are small.
+
+    >>> template, leaves = flatten({"x": torch.ones(2), "n": 3})
+    >>> template
+    {'x': Leaf(index=0), 'n': 3}
+    >>> unflatten(template, leaves)["n"]
+    3
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of a tensor in a template: ``index`` counts the tensors in the order of :func:`flatten`."""
+
+    index: int
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Whether ``value`` is an instance of a ``typing.NamedTuple`` or ``collections.namedtuple``."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def map_children(function: Callable[[Any, Any], Any], value: Any) -> Any:
+    """Rebuild a container with ``function(key, child)`` in place of each child; anything else comes back as it is.
+
+    Subclasses keep their type: mappings (``UserDict`` too, so a Hugging Face ``BatchEncoding`` stays one)
+    and dataclasses are copied shallowly and then filled.
+    """
+    if isinstance(value, Mapping):
+        rebuilt: Any = copy.copy(value)
+        for key in list(value.keys()):
+            child = value[key]
+            changed = function(key, child)
+            if changed is not child:
+                rebuilt[key] = changed
+        return rebuilt
+    if is_named_tuple(value):
+        return type(value)(*(function(key, child) for key, child in zip(value._fields, value, strict=True)))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        children = [function(index, child) for index, child in enumerate(value)]
+        return children if type(value) is list else type(value)(children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        rebuilt = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(rebuilt, field.name, function(field.name, getattr(value, field.name)))
+        return rebuilt
+    return value
+
+
+def is_container(value: Any) -> bool:
+    """Whether :func:`map_children` would look inside ``value``."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return not isinstance(value, torch.Size)
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, Leaf))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """A copy of the tree ``value`` with ``function(tensor)`` in place of each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return map_children(lambda _, child: map_tensors(function, child), value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a tree, in the order of :func:`flatten`."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found
+
+
+def flatten(value: Any) -> tuple[Any, list[Tensor]]:
+    """A tree's template, in which a :class:`Leaf` stands for each tensor, and the tensors themselves."""
+    leaves: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Leaf:
+        leaves.append(tensor)
+        return Leaf(len(leaves) - 1)
+
+    return map_tensors(take, value), leaves
+
+
+def unflatten(template: Any, leaves: list[Tensor]) -> Any:
+    """The tree of ``template`` with ``leaves`` in their places."""
+    if isinstance(template, Leaf):
+        return leaves[template.index]
+    return map_children(lambda _, child: unflatten(child, leaves), template)

@@ -1,0 +1,392 @@
+"""``check``: a module's steps run plainly and as a pipeline, in one process, and compared.
+
+No network, no trainer: transfers go through memory, everything else is what a real run uses. It is the first
+thing to do with a new module.
+
+    report = lightning_holmes.check(module, batch, pipeline_parallel_size=2, num_microbatches=4)
+    report.print()
+    assert report.ok
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_holmes import admission
+from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
+from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.replay import MetricValue
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.trace import shadow_copy, trace_step
+from lightning_holmes.plan.partition import Partition, make_partition
+
+_SEED = 20231203
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One compared thing: what, plain and staged as text, the relative difference, and a reason if it is not equal."""
+
+    step: str
+    what: str
+    plain: str
+    staged: str
+    relative: float
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckReport:
+    """The outcome of :func:`check`."""
+
+    module: str
+    layers: str
+    stages: tuple[int, ...]
+    num_microbatches: int
+    tolerance: float
+    rows: list[Difference] = field(default_factory=list)
+    refused: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything compared was equal within the tolerance."""
+        return self.refused is None and all(row.ok for row in self.rows)
+
+    def print(self, console: Console | None = None) -> None:
+        """Print a table: every loss and log, the worst gradients, and all that differs."""
+        console = console or Console(width=None if Console().is_terminal else 120)
+        if self.refused is not None:
+            console.print(f"[bold red]refused[/]: {self.module} cannot run as this pipeline", highlight=False)
+            console.print(self.refused, highlight=False, markup=False)
+            return
+        table = Table(
+            title=f"{self.module}: {self.layers} as {len(self.stages)} stages of {list(self.stages)} layers, "
+            f"{self.num_microbatches} microbatches",
+            title_justify="left",
+        )
+        for column in ("step", "what", "plain", "staged", "relative difference", ""):
+            table.add_column(column, overflow="fold")
+        for row in self._shown():
+            mark = "[green]equal[/]" if row.ok else f"[bold red]differs[/] {row.reason}"
+            table.add_row(row.step, row.what, row.plain, row.staged, f"{row.relative:.1e}", mark)
+        console.print(table)
+        bad = sum(not row.ok for row in self.rows)
+        verdict = (
+            f"[bold green]exact[/]: {len(self.rows)} values equal within {self.tolerance:g}"
+            if self.ok
+            else f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
+        )
+        console.print(verdict, highlight=False)
+
+    def _shown(self) -> list[Difference]:
+        bad = [row for row in self.rows if not row.ok]
+        gradients = sorted((r for r in self.rows if r.ok and r.what.startswith("gradient")), key=lambda r: -r.relative)
+        others = [r for r in self.rows if r.ok and not r.what.startswith(("gradient", "state"))]
+        return others + gradients[:5] + bad[:20]
+
+
+def check(
+    module: LightningModule,
+    batch: Any,
+    *,
+    pipeline_parallel_size: int = 2,
+    num_microbatches: int = 2,
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b",
+    num_chunks: int = 1,
+    layers: str = "auto",
+    partition: Literal["uniform"] | Sequence[int] = "uniform",
+    steps: Iterable[str] = ("training_step", "validation_step"),
+    tolerance: float = 1e-5,
+) -> CheckReport:
+    """Compare a module run plainly with the same module run as a pipeline, on one batch in one process.
+
+    Both run the same microbatches with the same random numbers; compared are the loss, every gradient, every
+    logged value, and what the steps leave on the module. The module itself is not changed.
+
+    Args:
+        module: a LightningModule with all its weights, on the device to use.
+        batch: as its loader would give it; the sample is dealt to ``num_microbatches``.
+        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy.
+        steps: which steps to run; those that the module does not define are left out.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Returns:
+        A report; ``report.ok`` says whether all was equal. A module that is refused gives a report with the
+        reason.
+
+    Raises:
+        ConfigurationError: arguments that do not go together.
+    """
+    admission.check_arguments(
+        pipeline_parallel_size=pipeline_parallel_size,
+        num_microbatches=num_microbatches,
+        eval_num_microbatches=1,
+        num_chunks=num_chunks,
+        schedule=schedule,
+        schedules=("1f1b", "gpipe", "interleaved_1f1b"),
+    )
+    names = [name for name in steps if is_overridden(name, module)]
+    if not names:
+        raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")
+    report = CheckReport(
+        module=type(module).__name__,
+        layers=layers,
+        stages=(),
+        num_microbatches=num_microbatches,
+        tolerance=tolerance,
+    )
+    try:
+        _check_module(module)
+        splitter = BatchSplitter()
+        if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
+            splitter.split(batch, num_microbatches)
+        structure = _structure(module, batch, names, layers, splitter)
+        stages = make_partition(partition, structure.num_layers, pipeline_parallel_size * num_chunks)
+        report.layers, report.stages = structure.layers, stages.layer_counts
+        structure.check_partition(stages)
+        for name in names:
+            count = num_microbatches if name == "training_step" else 1
+            plain = _Cast(module, structure, Partition((structure.num_layers,)), 1, "gpipe", 1, splitter)
+            staged = _Cast(module, structure, stages, pipeline_parallel_size, schedule, num_chunks, splitter)
+            plain.run(name, batch, count)
+            staged.run(name, batch, count)
+            report.rows += _compare(name, plain, staged, tolerance)
+    except HolmesError as reason:
+        report.refused = str(reason)
+    return report
+
+
+def _check_module(module: LightningModule) -> None:
+    if getattr(module, "_compiler_ctx", None) is not None or not module.automatic_optimization:
+        from lightning.pytorch.plugins.precision import Precision
+
+        admission.check_module(module, None, Precision(), fitting=True)  # type: ignore[arg-type]
+
+
+def _structure(
+    module: LightningModule, batch: Any, names: Sequence[str], layers: str, splitter: BatchSplitter
+) -> ModuleStructure:
+    try:
+        size = splitter.batch_size(batch)
+        small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
+    except HolmesError:
+        small = batch
+    structure: ModuleStructure | None = None
+    for name in names:
+        arguments = (small, *([0] * (admission.step_arguments(module, name) - 1)))
+        found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
+        structure = found if structure is None else structure.merged(found)
+    assert structure is not None
+    return structure
+
+
+class _Cast:
+    """A pipeline whose ranks are all in this process: a copy of the module for each."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        structure: ModuleStructure,
+        partition: Partition,
+        size: int,
+        schedule: str,
+        num_chunks: int,
+        splitter: BatchSplitter,
+    ) -> None:
+        mailbox = LocalMailbox()
+        device = next(module.parameters()).device
+        self.partition, self.structure = partition, structure
+        self.drivers: list[StepDriver] = []
+        self.states: list[ModuleState] = []
+        self.results: list[StepResult] = []
+        for rank in range(size):
+            copy = shadow_copy(module)
+            _give_own_parameters(copy)
+            stages = range(rank, partition.num_stages, size)
+            pipeline = PipelineModule(copy, structure, partition, stages, device)
+            pipeline.install()
+            edges = LocalEdges(rank, size, mailbox) if size > 1 else None
+            driver = StepDriver(
+                pipeline, edges, schedule=schedule, num_chunks=num_chunks, device=device, splitter=splitter
+            )
+            self.drivers.append(driver)
+
+    def run(self, step_name: str, batch: Any, num_microbatches: int) -> None:
+        """Run one step on all ranks, taking turns."""
+        training = step_name == "training_step"
+
+        def scales(weights: Sequence[float]) -> list[float]:
+            return [w / (sum(weights) or 1.0) for w in weights]
+
+        pending = {}
+        for rank, driver in enumerate(self.drivers):
+            if not training:
+                driver.module.eval()
+            arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
+            request = StepRequest(
+                step_name=step_name,
+                batch=batch,
+                arguments=arguments,
+                num_microbatches=num_microbatches,
+                seed=_SEED,
+                context=nullcontext,
+                loss_scales=scales if training else None,
+            )
+            pending[rank] = driver.run_in_turn(request)
+        results: dict[int, StepResult] = {}
+        with torch.enable_grad() if training else torch.no_grad():
+            idle = 0
+            while pending:
+                for rank in list(pending):
+                    try:
+                        next(pending[rank])
+                        idle += 1
+                    except StopIteration as end:
+                        results[rank] = end.value
+                        del pending[rank]
+                        idle = 0
+                if idle > 10_000:
+                    raise HolmesError("the stages wait for each other for ever; this is a fault of the schedule")
+        self.results = [results[rank] for rank in range(len(self.drivers))]
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients by name, those of shared parameters summed over the stages that hold them."""
+        total: dict[str, Tensor | None] = {}
+        for driver in self.drivers:
+            for name, parameter in driver.module.named_parameters():
+                if name not in driver.pipeline.local_parameters or not parameter.requires_grad:
+                    continue
+                gradient, sofar = parameter.grad, total.get(name)
+                total[name] = gradient if sofar is None else sofar if gradient is None else sofar + gradient
+        return total
+
+    def state(self) -> dict[str, Any]:
+        """Buffers and plain attributes by name, each from the rank that knows it."""
+        found: dict[str, Any] = {}
+        for driver in self.drivers:
+            pipeline = driver.pipeline
+            for name, buffer in driver.module.named_buffers():
+                if pipeline.owner_stage(name) in pipeline.stages:
+                    found[f"buffer {name}"] = buffer
+            state = ModuleState(pipeline, None, driver.device)
+            for (owner, key), value in state._attributes().items():
+                found[f"attribute {owner}.{key}" if owner else f"attribute {key}"] = value
+        return found
+
+
+def _give_own_parameters(module: LightningModule) -> None:
+    """Replace shared parameters by copies, keeping ties between names."""
+    for parameter in {id(p): p for p in module.parameters()}.values():
+        own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        for submodule in module.modules():
+            for key, value in submodule._parameters.items():
+                if value is parameter:
+                    submodule._parameters[key] = own
+
+
+def _compare(step: str, plain: _Cast, staged: _Cast, tolerance: float) -> list[Difference]:
+    rows = []
+    mine, theirs = plain.results[0], staged.results[0]
+    rows += _compare_trees(step, "output", mine.output, theirs.output, tolerance)
+    logs = {call.name: call.value for call in theirs.calls}
+    for call in mine.calls:
+        if isinstance(call.value, MetricValue):
+            continue
+        if call.name not in logs:
+            rows.append(_missing(step, f"log {call.name}", call.value, "not logged by the staged run"))
+        else:
+            rows += _compare_trees(step, f"log {call.name}", call.value, logs[call.name], tolerance)
+    for name in sorted(set(logs) - {call.name for call in mine.calls}):
+        rows.append(_missing(step, f"log {name}", logs[name], "logged by the staged run only"))
+    if step == "training_step":
+        whole, parts = plain.gradients(), staged.gradients()
+        scale = max((float(g.abs().max()) for g in whole.values() if g is not None and g.numel()), default=0.0)
+        for name, gradient in whole.items():
+            other = parts.get(name)
+            what = f"gradient {name}"
+            if gradient is None or other is None:
+                none = (gradient is None or not bool(gradient.any())) and (other is None or not bool(other.any()))
+                if not none:
+                    rows.append(_missing(step, what, gradient, "has a gradient in one run only"))
+                continue
+            rows.append(_difference(step, what, gradient, other, tolerance, floor=scale * 1e-4))
+    before, after = plain.state(), staged.state()
+    for name, value in before.items():
+        if name in after:
+            rows += _compare_trees(step, f"state {name}", value, after[name], tolerance)
+    return rows
+
+
+def _compare_trees(step: str, what: str, plain: Any, staged: Any, tolerance: float) -> list[Difference]:
+    left, right = tree.flatten(plain), tree.flatten(staged)
+    if len(left[1]) != len(right[1]):
+        return [_missing(step, what, plain, f"{len(left[1])} tensors against {len(right[1])}")]
+    rows = [_difference(step, what, a, b, tolerance) for a, b in zip(left[1], right[1], strict=True)]
+    if not left[1] and isinstance(plain, (int, float)) and isinstance(staged, (int, float)):
+        rows.append(_difference(step, what, torch.tensor(float(plain)), torch.tensor(float(staged)), tolerance))
+    return rows
+
+
+def _difference(
+    step: str, what: str, plain: Tensor, staged: Tensor, tolerance: float, floor: float = 0.0
+) -> Difference:
+    if plain.shape != staged.shape:
+        return _missing(step, what, plain, f"shapes {tuple(plain.shape)} and {tuple(staged.shape)}")
+    a, b = plain.detach().double(), staged.detach().double()
+    if a.numel() == 0:
+        relative = 0.0
+    else:
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = torch.where(same, torch.zeros_like(a), (a - b).abs())
+        size = max(float(a.nan_to_num().abs().max()), floor, 1e-30)
+        relative = float(gap.max()) / size
+        if math.isnan(relative):
+            relative = math.inf
+    ok = relative <= tolerance
+    reason = ""
+    if not ok:
+        reason = "(NaN: a value does not reach the stage that needs it)" if bool(b.isnan().any()) else ""
+    return Difference(
+        step=step,
+        what=what,
+        plain=_short(plain),
+        staged=_short(staged),
+        relative=relative,
+        ok=ok,
+        reason=reason,
+    )
+
+
+def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
+    return Difference(
+        step=step,
+        what=what,
+        plain=_short(value),
+        staged="",
+        relative=math.inf,
+        ok=False,
+        reason=f"({reason})",
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return f"{float(value):.7g}"
+        return f"{list(value.shape)} norm {float(value.detach().double().norm()):.6g}"
+    return str(value)[:40]
