@@ -96,7 +96,7 @@ class HolmesStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        topology: str | os.PathLike[str] | Topology = "auto",
+        topology: str | Topology = "auto",
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
