@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline.seeds import preserved_random_state
 
 _BATCH_HOOKS = {
     "training_step": (
@@ -177,10 +178,10 @@ def step_arguments(module: nn.Module, step_name: str) -> int:
     return max(1, min(3, len(parameters)))
 
 
-def sample_batches(trainer: "pl.Trainer") -> dict[str, Any]:
-    """One batch for each step that will run, from the trainer's own loaders, which are left as if untouched.
+def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any]:
+    """One batch for each step that will run, from the trainer's own loaders.
 
-    All ranks must call: loaders are set up, which takes barriers.
+    The loaders, and random generators, are left as plain Lightning would have them when it begins to train. All ranks must call: loaders are set up, which takes barriers.
     """
     fn = trainer.state.fn
     samples: dict[str, Any] = {}
@@ -188,15 +189,17 @@ def sample_batches(trainer: "pl.Trainer") -> dict[str, Any]:
         loop = trainer.fit_loop
         loop.setup_data()
         if loop._combined_loader is not None and loop.max_batches:
-            samples["training_step"] = _first_batch(loop._combined_loader, trainer)
+            samples["training_step"] = _first_batch(loop._combined_loader, device)
             assert loop._data_fetcher is not None
-            iter(loop._data_fetcher)
+            with preserved_random_state(device):
+                iter(loop._data_fetcher)  # it has been made, and has drawn its seed, when the loop was set up
         if trainer.enable_validation:
             trainer.validating = True
             validation = loop.epoch_loop.val_loop
-            validation.setup_data()
+            with preserved_random_state(device):
+                validation.setup_data()
             if validation._combined_loader is not None and not validation.skip:
-                samples["validation_step"] = _first_batch(validation._combined_loader, trainer)
+                samples["validation_step"] = _first_batch(validation._combined_loader, device)
             trainer.training = True
         if trainer.ckpt_path is not None:
             # states of loaders are read when Lightning sets its data up, which it must do again after loading
@@ -212,11 +215,11 @@ def sample_batches(trainer: "pl.Trainer") -> dict[str, Any]:
         step_name, evaluation_loop = evaluation
         evaluation_loop.setup_data()
         if evaluation_loop._combined_loader is not None and not evaluation_loop.skip:
-            samples[step_name] = _first_batch(evaluation_loop._combined_loader, trainer)
+            samples[step_name] = _first_batch(evaluation_loop._combined_loader, device)
     return samples
 
 
-def _first_batch(combined_loader: Any, trainer: "pl.Trainer") -> Any:
+def _first_batch(combined_loader: Any, device: torch.device) -> Any:
     for loader in combined_loader.flattened:
         if iter(loader) is loader:
             raise ConfigurationError(
@@ -225,7 +228,8 @@ def _first_batch(combined_loader: Any, trainer: "pl.Trainer") -> Any:
             )
     limits, combined_loader.limits = combined_loader.limits, None
     try:
-        batch, _, _ = next(iter(combined_loader))
+        with preserved_random_state(device):
+            batch, _, _ = next(iter(combined_loader))
     except StopIteration:
         raise ConfigurationError(
             "a data loader is empty: a pipeline needs one batch to learn the module from"

@@ -150,8 +150,11 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning shall inject distributed samplers and reduce logged values."""
-        return self.world_size > 1
+        """Whether Lightning shall inject distributed samplers and reduce logged values: where there are replicas.
+
+        A pipeline alone reads its data and logs as one process does.
+        """
+        return self.data_parallel_size > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -273,8 +276,8 @@ class HolmesStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._broadcast_module()
-        with preserved_random_state(self.root_device):
-            structure, batch_size = self._learn(trainer)
+        self._same_random_state()
+        structure, batch_size = self._learn(trainer)
         self._make_plan(structure, batch_size)
         assert self._plan is not None and self._groups is not None
         self._pipeline = PipelineModule(
@@ -372,11 +375,12 @@ class HolmesStrategy(ParallelStrategy):
         """Trace the steps that will run, on rank 0; returns the structure and the size of a training batch."""
         assert self._placement is not None and self.lightning_module is not None
         pipeline_size = self._placement.pipeline_parallel_size
-        samples = admission.sample_batches(trainer)
+        samples = admission.sample_batches(trainer, self.root_device)
         answer: list[Any] = [None]
         if self.global_rank == 0:
             try:
-                answer = [self._trace(samples)]
+                with preserved_random_state(self.root_device):
+                    answer = [self._trace(samples)]
             except Exception as exception:
                 if pipeline_size > 1 and not isinstance(exception, HolmesError):
                     raise
@@ -872,6 +876,9 @@ class HolmesStrategy(ParallelStrategy):
             self._grad_buffer.close()
             self._grad_buffer = None
         self._driver = self._state = None
+        if self._watch is not None and not self._failed:
+            self._watch.stop()
+            self._watch = None
         super().teardown()
 
 

@@ -1,7 +1,6 @@
 """The process groups of a placement: replicas, pipelines, and an edge for each ordered pair that talks.
 
-Every rank must build them, in the same order; each group is created by its members alone. The first use of
-a group happens here, in one global order: two NCCL communicators first used in different orders on two
+Every rank must build them, in the same order. The first use of a group happens here, in one global order: two NCCL communicators first used in different orders on two
 ranks would wait for each other.
 """
 
@@ -97,30 +96,36 @@ def join_shared(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A group for each set of pipeline ranks that hold the same parameters, in this rank's pipeline.
 
-    Every rank of the pipeline must call with the same ``shared``. Sets of all pipeline ranks use the
+    Every rank of WORLD must call with the same ``shared``. Sets of all pipeline ranks use the
     pipeline's own group.
     """
-    ranks = placement.pipeline_group(groups.data_parallel_rank)
     joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for members in sorted(set(shared)):
-        group = groups.pipeline if len(members) == len(ranks) else None
-        if group is None:
-            name = f"holmes_shared_{groups.data_parallel_rank}_{'_'.join(map(str, members))}"
-            group = _new_group([ranks[m] for m in members], name, rank, backend, device, timeout)
-        if group is not None and groups.pipeline_rank in members:
-            joined[members] = group
+    for replica in range(placement.data_parallel_size):
+        ranks = placement.pipeline_group(replica)
+        for members in sorted(set(shared)):
+            if len(members) == len(ranks):
+                group = groups.pipeline if rank in ranks else None
+            else:
+                name = f"holmes_shared_{replica}_{'_'.join(map(str, members))}"
+                group = _new_group([ranks[m] for m in members], name, rank, backend, device, timeout)
+            if group is not None:
+                joined[members] = group
     return joined
 
 
 def _new_group(
     ranks: Sequence[int], name: str, rank: int, backend: str, device: torch.device, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """Create a group by its members alone and use it once; None on other ranks and for a single one."""
-    if rank not in ranks or len(ranks) < 2:
+    """Create a group and use it once; None on ranks outside it and for a single one.
+
+    Every rank of WORLD takes part, members or not: with use_local_synchronization torch names a group by how
+    many groups a rank has, which differs between ranks, and its members would wait for each other for ever.
+    """
+    if len(ranks) < 2:
         return None
-    created = dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
-    )
+    created = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+    if rank not in ranks:
+        return None
     dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if backend == "gloo" else device), group=created)
     return created
 
