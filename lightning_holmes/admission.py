@@ -161,7 +161,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
         own = any(is_overridden(hook, module) for hook in hooks)
         callbacks = any(
             is_overridden(hook, callback, pl.Callback)
-            for callback in trainer.callbacks
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
             if not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
             for hook in hooks
             if hasattr(pl.Callback, hook)

@@ -18,7 +18,6 @@ import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -27,12 +26,11 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -106,7 +104,7 @@ class HolmesStrategy(ParallelStrategy):
         layers: str = "auto",
         broadcast_batch: bool = False,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
         super().__init__()
         admission.check_arguments(
@@ -211,7 +209,7 @@ class HolmesStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # start
 
@@ -312,8 +310,9 @@ class HolmesStrategy(ParallelStrategy):
         )
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
-        if not any(isinstance(c, ModuleStateSync) for c in trainer.callbacks):
-            trainer.callbacks.insert(0, ModuleStateSync())  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(c, ModuleStateSync) for c in callbacks):
+            callbacks.insert(0, ModuleStateSync())
         self._same_metrics_everywhere(module)
         self._same_random_state()
         self._state.watch()
@@ -455,13 +454,13 @@ class HolmesStrategy(ParallelStrategy):
                 notes.append(f"layers: {layers}, the largest list that every step calls in order")
         if self._pipeline_parallel_size == "auto":
             notes.append(f"pipeline_parallel_size: {pipeline_size}, one for each cluster")
-        microbatches = self._num_microbatches
-        if microbatches == "auto":
+        wanted = self._num_microbatches
+        microbatches = 1 if wanted == "auto" else wanted
+        if wanted == "auto":
             microbatches = 1 if pipeline_size == 1 else min(4 * pipeline_size, batch_size or 4 * pipeline_size)
             notes.append(f"num_microbatches: {microbatches}, four a pipeline rank as far as the batch reaches")
-        evaluation = self._eval_num_microbatches
-        if evaluation == "auto":
-            evaluation = 1
+        evaluation = 1 if self._eval_num_microbatches == "auto" else self._eval_num_microbatches
+        if self._eval_num_microbatches == "auto":
             if pipeline_size > 1:
                 notes.append("eval_num_microbatches: 1, exact for any evaluation step")
         backend = self._process_group_backend or "none"
@@ -708,8 +707,8 @@ class HolmesStrategy(ParallelStrategy):
         """Whether this is the last batch of an evaluation loader, behind which Lightning computes metrics."""
         if step_name == "predict_step":
             return False
-        loop = self._trainer._active_loop
-        loop = loop if self._trainer.state.fn != TrainerFn.FITTING else self._trainer.fit_loop.epoch_loop.val_loop
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        loop: Any = self._trainer.fit_loop.epoch_loop.val_loop if fitting else self._trainer._active_loop
         if loop is None or loop.batch_progress.is_last_batch:
             return True
         index = arguments[1] if len(arguments) > 1 else 0
@@ -773,7 +772,7 @@ class HolmesStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
         self._outside_steps("strategy.reduce")

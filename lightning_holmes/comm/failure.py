@@ -33,7 +33,7 @@ class FailureWatch:
         world_size: all ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store
         self._rank = rank
         self._world_size = world_size

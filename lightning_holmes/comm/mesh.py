@@ -123,7 +123,7 @@ def _new_group(
     """
     if len(ranks) < 2:
         return None
-    created = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+    created: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
     if rank not in ranks:
         return None
     dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if backend == "gloo" else device), group=created)

@@ -135,7 +135,8 @@ class GradBuffer:
                 self._views[name] = view
                 if name in gathered:
                     view.copy_(gathered[name])
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(name, view)))
+                hook = parameter.register_post_accumulate_grad_hook(self._hook(name, view))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     def _hook(self, name: str, view: Tensor) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:

@@ -123,11 +123,11 @@ def checksum(batch: Any) -> int:
             continue
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if data.device.type == "cpu":
-            result = zlib.crc32(data.numpy(), result)
+            result = zlib.crc32(data.numpy().data, result)
         else:
             steps = torch.arange(1, data.numel() + 1, device=data.device, dtype=torch.int64)
             total = torch.stack([data.sum(dtype=torch.int64), (data * steps).sum(dtype=torch.int64)])
-            result = zlib.crc32(total.cpu().numpy(), result)
+            result = zlib.crc32(total.cpu().numpy().data, result)
     return result
 
 

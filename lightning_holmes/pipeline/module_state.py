@@ -87,9 +87,9 @@ class ModuleState:
             present = vars(owner).get(key)
             if type(present) is list and type(value) is list:
                 present[:] = value
-            elif type(present) is type(value) and isinstance(present, (dict, set)):
+            elif isinstance(present, (dict, set)) and type(present) is type(value):
                 present.clear()
-                present.update(value)
+                present.update(value)  # type: ignore[arg-type]
             else:
                 setattr(owner, key, value)
         for name, (state, count) in metrics.items():

@@ -132,7 +132,7 @@ def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float],
     if all(g is not None for g in given):
         own = all(int(g) == sizes[c.microbatch] for g, c in zip(given, calls, strict=True))  # type: ignore[arg-type]
         if own or len(set(given)) > 1:
-            arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type]
+            arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
     else:
         call_weights = [weights[c.microbatch] for c in calls]
@@ -184,7 +184,7 @@ class MetricWindow:
     """
 
     def __init__(self, module: LightningModule, names: Sequence[str], num_microbatches: int) -> None:
-        self._metrics = [] if num_microbatches == 1 else [module.get_submodule(n) for n in names]
+        self._metrics: list[Any] = [] if num_microbatches == 1 else [module.get_submodule(n) for n in names]
         self._names = names
 
     @contextmanager

@@ -303,8 +303,8 @@ class _Tracer:
         return names.index(index) if index in names else None
 
     def _refuse_reentrant(self, output: Any) -> None:
-        stack = [t.grad_fn for t in tree.tensors_of(output) if t.grad_fn is not None]
-        seen = set()
+        stack: list[Any] = [t.grad_fn for t in tree.tensors_of(output) if t.grad_fn is not None]
+        seen: set[Any] = set()
         while stack and len(seen) < _MAX_GRAPH_NODES:
             node = stack.pop()
             if node is None or node in seen:
@@ -371,11 +371,11 @@ class _Tracer:
         )
 
 
-class _FollowValues(TorchDispatchMode):
+class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Carries the sources of every operator's inputs to its outputs."""
 
     def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
