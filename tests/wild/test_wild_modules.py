@@ -1,0 +1,132 @@
+"""Each module of wild_modules.py is exact or refused, as its table says.
+
+The exact ones are compared twice: by ``lightning_holmes.check``, and with a loop written here that knows
+nothing of the package.
+"""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from wild import wild_modules
+from wild.wild_modules import CASES, SAMPLES, Case
+
+import lightning_holmes
+from lightning_holmes import rehearsal
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.plan.partition import make_partition
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "exactness.md"
+
+
+def part(value: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop`` of a batch, written for the batches of wild_modules.py alone."""
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.ndim else value
+    if isinstance(value, dict):
+        return {k: part(v, start, stop) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(part(v, start, stop) for v in value)
+    if isinstance(value, list):
+        return value[start:stop]
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **{k: part(v, start, stop) for k, v in vars(value).items()})
+    return value
+
+
+def microbatches(module: Any, batch: Any, count: int) -> list[tuple[Any, int]]:
+    if count == 1:
+        return [(batch, SAMPLES)]
+    first = -(-SAMPLES // 2)
+    if hasattr(module, "split_batch"):
+        return list(zip(module.split_batch(batch, count), [first, SAMPLES - first], strict=True))
+    assert count == 2
+    return [(part(batch, 0, first), first), (part(batch, first, SAMPLES), SAMPLES - first)]
+
+
+def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and buffers of a training step in one process, microbatch by microbatch."""
+    module = copy.deepcopy(module)
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    module.train()
+    if module._trainer is None and "trainer" in type(module).training_step.__code__.co_names:
+        import lightning.pytorch as pl
+
+        module.trainer = pl.Trainer(barebones=True)
+    total = 0.0
+    for microbatch, size in microbatches(module, batch, count):
+        output = module.training_step(microbatch, 0)
+        loss = output["loss"] if isinstance(output, dict) else output
+        (loss * size / SAMPLES).backward()
+        total += float(loss) * size / SAMPLES
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return total, gradients, dict(module.named_buffers())
+
+
+def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> rehearsal._Cast:
+    size, chunks = options.get("pipeline_parallel_size", 2), options.get("num_chunks", 1)
+    splitter = BatchSplitter()
+    if True:
+        structure = rehearsal._structure(module, batch, ["training_step"], "auto", splitter)
+        partition = make_partition(options.get("partition", "uniform"), structure.num_layers, size * chunks)
+        cast = rehearsal._Cast(module, structure, partition, size, options.get("schedule", "1f1b"), chunks, splitter)
+        cast.run("training_step", batch, options.get("num_microbatches", 2))
+    return cast
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
+def test_exact_or_refused(case: Case) -> None:
+    module, batch = case.make()
+    report = lightning_holmes.check(module, batch, **case.options)
+    bad = [f"{row.what}: {row.plain} against {row.staged} {row.reason}" for row in report.rows if not row.ok]
+    if case.refused:
+        assert report.refused is not None, f"not refused; differs in {bad}"
+        assert case.refused in report.refused
+        return
+    assert report.refused is None
+    assert not bad
+    if not case.random:
+        compare_with_plain_loop(case)
+
+
+def compare_with_plain_loop(case: Case) -> None:
+    module, batch = case.make()
+    count = case.options.get("num_microbatches", 2)
+    loss, gradients, buffers = plain_loop(module, batch, count)
+    cast = staged_run(module, batch, case.options)
+    output = cast.results[0].output
+    staged_loss = float(output["loss"] if isinstance(output, dict) else output)
+    assert staged_loss == pytest.approx(loss, rel=1e-5)
+    staged = {n: g for n, g in cast.gradients().items() if g is not None}
+    assert set(gradients) <= set(staged)
+    scale = max((float(g.abs().max()) for g in gradients.values()), default=1.0)
+    for name, gradient in staged.items():
+        want = gradients.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    state = cast.state()
+    for name, buffer in buffers.items():
+        torch.testing.assert_close(state[f"buffer {name}"], buffer, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_at_least_twenty_eight_modules_of_both_verdicts() -> None:
+    assert len(CASES) >= 28
+    assert len({c.name for c in CASES}) == len(CASES)
+    assert {c.verdict for c in CASES} == {"exact", "refused"}
+
+
+def test_table_in_the_documentation() -> None:
+    section = DOCUMENT.read_text().split("## Modules tried", 1)[1]
+    table = "".join(line + "\n" for line in section.splitlines() if line.startswith("|"))
+    assert table == wild_modules.make_table(), "run `python tests/wild/wild_modules.py` and paste what it prints"

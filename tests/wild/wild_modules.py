@@ -1,0 +1,1683 @@
+"""LightningModules in the style people write them, each with a batch and the verdict it must get.
+
+Nobody designed the pipeline for these. A module is either exact (its numbers are those of a plain loop) or
+refused with a reason that names the cause. Run this file to print the table that stands in docs/exactness.md:
+
+    python tests/wild/wild_modules.py
+"""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+WIDTH, CLASSES, TOKENS, LENGTH, SAMPLES = 8, 4, 12, 5, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One module to try: how to make it and its batch, what is unusual, and what must come of it."""
+
+    name: str
+    unusual: str
+    make: Callable[[], tuple[pl.LightningModule, Any]]
+    refused: str = ""  # what the reason must say; empty: exact
+    random: bool = False  # draws random numbers, so no independent loop can have the same
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """ "exact" or "refused"."""
+        return "refused" if self.refused else "exact"
+
+
+CASES: list[Case] = []
+
+
+def case(unusual: str, *, batch: Callable[[], Any] | None = None, **rest: Any) -> Callable[[Any], Any]:
+    """Register a class whose constructor needs no arguments."""
+
+    def register(cls: Any) -> Any:
+        make_batch = batch or vectors
+
+        def make() -> tuple[pl.LightningModule, Any]:
+            torch.manual_seed(1)
+            module = cls()
+            torch.manual_seed(2)
+            return module, make_batch()
+
+        CASES.append(Case(name=cls.__name__, unusual=unusual, make=make, **rest))
+        return cls
+
+    return register
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    """Seven vectors with a class each."""
+    return torch.randn(SAMPLES, WIDTH), torch.randint(CLASSES, (SAMPLES,))
+
+
+def tokens() -> Tensor:
+    """Seven short texts."""
+    return torch.randint(TOKENS, (SAMPLES, LENGTH))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Seven small pictures with a class each."""
+    return torch.randn(SAMPLES, 3, 8, 8), torch.randint(CLASSES, (SAMPLES,))
+
+
+class Wild(pl.LightningModule):
+    """What every tutorial repeats."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def mlp(width: int = WIDTH, depth: int = 4) -> nn.ModuleList:
+    """A list of small blocks."""
+    return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+# ---------------------------------------------------------------- plain networks
+
+
+@case("one nn.Sequential, called whole")
+class MLPClassifier(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)
+        )
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_acc", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+
+@case("one nn.ReLU object used between all layers")
+class SharedActivation(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.ReLU()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), act, nn.Linear(16, 16), act, nn.Linear(16, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@case("a Sequential of Sequentials", batch=images)
+class NestedCNN(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def stage(i, o):
+            return nn.Sequential(
+                nn.Conv2d(i, o, 3, stride=2, padding=1), nn.GroupNorm(2, o), nn.ReLU(inplace=True)
+            )
+
+        self.features = nn.Sequential(stage(3, 4), stage(4, 8), stage(8, 16))
+        self.classifier = nn.Linear(16, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.classifier(torch.flatten(self.features(x), 1)), y)
+
+
+@case("BatchNorm in every stage, downsampling residual blocks", batch=images)
+class SmallResNet(Wild):
+    class Residual(nn.Module):
+        def __init__(self, i, o, stride):
+            super().__init__()
+            self.conv1 = nn.Conv2d(i, o, 3, stride, 1, bias=False)
+            self.bn1 = nn.BatchNorm2d(o)
+            self.relu = nn.ReLU(inplace=True)
+            self.down = nn.Conv2d(i, o, 1, stride) if stride > 1 else nn.Identity()
+
+        def forward(self, x):
+            out = self.relu(self.bn1(self.conv1(x)))
+            out += self.down(x)
+            return self.relu(out)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.layer1 = nn.Sequential(self.Residual(4, 4, 1), self.Residual(4, 4, 1))
+        self.layer2 = nn.Sequential(self.Residual(4, 8, 2), self.Residual(8, 8, 1))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.layer2(self.layer1(self.stem(x)))
+        return F.cross_entropy(self.fc(self.pool(x).flatten(1)), y)
+
+
+@case("x = x + block(x): the residual is added outside of the block", refused="pass the value along")
+class OuterResidual(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.blocks, self.out = nn.Linear(WIDTH, WIDTH), mlp(), nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        x = self.inp(batch[0])
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.out(x), batch[1])
+
+
+@case("x += pos before, x *= scale between the layers, in place", batch=tokens)
+class InPlaceLoop(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.pos = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.scales = nn.Parameter(torch.ones(4) + 0.1 * torch.randn(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        x += self.pos
+        for i in range(len(self.blocks)):
+            x = self.blocks[i](x)
+            x *= self.scales[i]
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+@case("ReLU(inplace=True) is the first thing in each layer")
+class InPlaceFirst(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        )
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.out(self.blocks(self.inp(batch[0]))), batch[1])
+
+
+@case("blocks called by name: `for name, m in self.blocks.named_children()`")
+class NamedChildren(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential()
+        for i in range(5):
+            self.blocks.add_module(f"dense_{i}", nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for name, m in self.blocks.named_children():
+            x = m(x)
+            if name != "dense_4":
+                x = torch.sin(x)
+        return F.mse_loss(x, batch[0])
+
+
+@case("layers in an nn.ModuleDict", refused="no nn.ModuleList or nn.Sequential")
+class LayerDict(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"l{i}": nn.Linear(WIDTH, WIDTH) for i in range(4)})
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers.values():
+            x = layer(x).relu()
+        return x.pow(2).mean()
+
+
+@case("layers sliced: `self.layers[:2](x)`, `.forward` called directly")
+class SlicedSequential(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers[:2](batch[0]).relu()
+        x = self.layers[2].forward(x)
+        return F.mse_loss(self.layers[-1](x), batch[0])
+
+
+# ---------------------------------------------------------------- sequence models
+
+
+@case("torch.nn.TransformerEncoder with padding mask and its fast path", batch=tokens)
+class TorchTransformer(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        h = self.encoder(self.embed(ids), src_key_padding_mask=ids == 0)
+        return self.head(h.mean(1))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch), batch[:, 0] % CLASSES)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch), batch[:, 0] % CLASSES))
+
+
+@case("nn.Transformer: two stacks, cross attention in every decoder layer", batch=tokens)
+class Seq2Seq(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.net = nn.Transformer(WIDTH, 2, 2, 4, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def training_step(self, batch, batch_idx):
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH - 1)
+        h = self.net(self.embed(batch), self.embed(batch[:, :-1]), tgt_mask=mask)
+        return F.cross_entropy(self.head(h).flatten(0, 1), batch[:, 1:].flatten())
+
+
+@case("an LSTM stack in a ModuleList; each returns (output, (h, c)) and only the last state is used", batch=tokens)
+class LSTMStack(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.lstms = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for lstm in self.lstms:
+            x, (h, c) = lstm(x)
+        return F.cross_entropy(self.head(h[-1] + c[-1]), batch[:, -1])
+
+
+@case("an LSTM whose state starts from the state of the layer below", batch=tokens)
+class LSTMPassingState(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.lstms = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def training_step(self, batch, batch_idx):
+        x, state = self.embed(batch), None
+        for lstm in self.lstms:
+            x, state = lstm(x, state)
+        return F.cross_entropy(self.head(x[:, -1]), batch[:, -1])
+
+
+@case("truncated backpropagation: self.state is kept for the next step", batch=tokens, refused="next step")
+class StatefulRNN(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = mlp()
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.memory = None
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        if self.memory is not None:
+            x = x + self.memory
+        for block in self.blocks:
+            x = block(x)
+        self.memory = x.mean((0, 1)).detach()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
+@case("nn.MultiheadAttention blocks, head tied to the embedding", batch=tokens)
+class TiedGPT(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1))
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x, mask=self.mask)
+        loss = F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        self.log_dict({"loss": loss, "ppl": loss.exp()}, on_epoch=True)
+        return {"loss": loss, "hidden": x.detach().mean((1, 2)), "step": batch_idx}
+
+
+@case("ALBERT: one block, passed through four times", batch=tokens, refused="twice")
+class Albert(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        block = Block()
+        self.blocks = nn.ModuleList([block] * 4)
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+@case("weights tied between layers: blocks[3].mlp is blocks[0].mlp", batch=tokens)
+class TiedAcrossLayers(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].mlp = self.blocks[0].mlp
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
+
+
+@case("ELMo: a learnt mix of all layers' outputs", batch=tokens, refused="output 0 of layer 0")
+class ScalarMix(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.mix = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        x, hidden = self.embed(batch), []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        mixed = sum(w * h for w, h in zip(self.mix.softmax(0), hidden, strict=True))
+        return mixed.pow(2).mean()
+
+
+@case("a loss at every layer", refused="read after the last layer")
+class DeepSupervision(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = mlp()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x, loss = batch[0], 0.0
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            loss = loss + F.cross_entropy(head(x), batch[1])
+        return loss
+
+
+@case("U-Net skips between down and up path in one list", refused="output 0 of layer 0, read in layer")
+class UNetSkips(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = mlp(depth=6)
+
+    def training_step(self, batch, batch_idx):
+        x, skips = batch[0], []
+        for i, block in enumerate(self.blocks):
+            if i >= 3:
+                x = x + skips.pop()
+            x = block(x)
+            if i < 3:
+                skips.append(x)
+        return F.mse_loss(x, batch[0])
+
+
+@case("DenseNet: every layer sees all outputs before it", refused="read in layer")
+class DenseNet(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(4))
+
+    def training_step(self, batch, batch_idx):
+        features = [batch[0]]
+        for layer in self.layers:
+            features.append(torch.tanh(layer(torch.cat(features, -1))))
+        return features[-1].pow(2).mean()
+
+
+# ---------------------------------------------------------------- randomness
+
+
+@case("VAE: encoder list, reparametrised noise, decoder list", random=True)
+class VAE(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+        self.decoder = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        mu, logvar = self.encoder(batch[0]).chunk(2, -1)
+        z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
+        kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(-1).mean()
+        reconstruction = F.mse_loss(self.decoder(z), batch[0])
+        self.log_dict({"kl": kl, "reconstruction": reconstruction})
+        return reconstruction + kl
+
+
+@case("diffusion step: noise, random timesteps, a time embedding that conditions every layer", random=True)
+class Diffusion(Wild):
+    class Film(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.film = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x, t):
+            scale, shift = self.film(t).chunk(2, -1)
+            return x + torch.tanh(self.linear(x) * (1 + scale) + shift)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU())
+        self.blocks = nn.ModuleList(self.Film() for _ in range(4))
+        self.register_buffer("alpha", torch.linspace(0.99, 0.01, 10))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        t = torch.randint(0, 10, (x.shape[0],), device=x.device)
+        noise = torch.randn_like(x)
+        a = self.alpha[t][:, None]
+        h, cond = a.sqrt() * x + (1 - a).sqrt() * noise, self.time(t[:, None].float() / 10)
+        for block in self.blocks:
+            h = block(h, cond)
+        return F.mse_loss(h, noise)
+
+
+@case("dropout everywhere, and random noise between the layers", random=True)
+class Dropouts(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+
+    def training_step(self, batch, batch_idx):
+        x = self.drop(batch[0])
+        for block in self.blocks:
+            x = self.drop(block(x)) + 0.1 * torch.randn_like(x)
+        return x.pow(2).mean()
+
+
+@case("stochastic depth inside the layers, by torch.rand", random=True)
+class StochasticDepth(Wild):
+    class Drop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            keep = torch.rand(x.shape[0], 1) > 0.4
+            return x + keep * self.linear(x).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Drop() for _ in range(5))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+@case("LayerDrop inside the layers, by Python's random and NumPy's", random=True, options={"num_microbatches": 7})
+class PythonRandom(Wild):
+    class Drop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            if self.training and random.random() < 0.5:
+                return x
+            return x + float(np.random.rand()) * self.linear(x).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Drop() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+@case("LayerDrop in the loop: some layers are not called", random=True, refused="layer")
+class LayerDropLoop(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = mlp(depth=6)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            if random.random() > 0.5:
+                x = block(x)
+        return x.pow(2).mean()
+
+
+@case("a torch.Generator of its own", random=True, refused="Generator of its own")
+class OwnGenerator(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = mlp()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] + torch.randn(batch[0].shape, generator=self.generator)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+# ---------------------------------------------------------------- several passes, several losses
+
+
+@case("SimCLR: both views go through the encoder in turn", refused="twice")
+class TwoViews(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.encoder(batch[0]), self.encoder(batch[0] + 0.1)
+        return -F.cosine_similarity(a, b).mean()
+
+
+@case("Siamese: both sides joined into one batch inside of the step")
+class SiameseJoined(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.encoder(torch.cat([batch[0], batch[0].flip(-1)])).chunk(2)
+        return F.triplet_margin_loss(a, b, a.roll(1, 0).detach())
+
+
+@case("GAN: manual optimization", refused="manual optimization")
+class GAN(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        g, d = self.optimizers()
+        loss = -self.discriminator(self.generator(batch[0])).mean()
+        g.zero_grad()
+        self.manual_backward(loss)
+        g.step()
+        d.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.discriminator.parameters())]
+
+
+@case("MoE: a balancing loss kept on each layer as an attribute, summed later", batch=tokens, refused="inside layer 0")
+class MoEAttribute(Wild):
+    class Moe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 2)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.aux_loss = 0.0
+
+        def forward(self, x):
+            p = self.gate(x).softmax(-1)
+            self.aux_loss = p.mean((0, 1)).pow(2).sum()
+            return x + sum(p[..., i : i + 1] * e(x) for i, e in enumerate(self.experts))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.Moe() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean() + sum(layer.aux_loss for layer in self.layers)
+
+
+@case("MoE: sparse routing with index_add, the balancing loss handed on beside the hidden state", batch=tokens)
+class MoERunningLoss(Wild):
+    class Moe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 2)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x, aux):
+            flat = x.reshape(-1, WIDTH)
+            p = self.gate(flat).softmax(-1)
+            best, which = p.max(-1)
+            out = torch.zeros_like(flat)
+            for i, expert in enumerate(self.experts):
+                (rows,) = torch.where(which == i)
+                if len(rows) == 0:
+                    continue
+                out.index_add_(0, rows, expert(flat[rows]) * best[rows, None])
+            return x + out.view_as(x), aux + p.mean(0).pow(2).sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.Moe() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x, aux = self.embed(batch), torch.zeros(())
+        for layer in self.layers:
+            x, aux = layer(x, aux)
+        self.log("aux", aux)
+        return x.pow(2).mean() + 0.1 * aux
+
+
+@case("layers keep a Python number from .item(); the step logs their sum", refused="density")
+class LayerStatistics(Wild):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.density = nn.Linear(WIDTH, WIDTH), 0.0
+
+        def forward(self, x):
+            x = self.linear(x).relu()
+            self.density = (x > 0).float().mean().item()
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Sparse() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        self.log("density", sum(layer.density for layer in self.layers) / 4)
+        return x.pow(2).mean()
+
+
+@case("the loss penalises all parameters of the module")
+class PenaltyOnAllWeights(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(p.pow(2).sum() for p in self.parameters())
+        return F.mse_loss(self.net(batch[0]), batch[0]) + 1e-2 * penalty
+
+
+@case("the loss penalises the embedding; the penalty is computed before the layers", batch=tokens)
+class PenaltyOnEmbedding(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(TOKENS, WIDTH), mlp()
+
+    def training_step(self, batch, batch_idx):
+        penalty = self.embed.weight.norm(dim=-1).mean()
+        self.log("penalty", penalty)
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean() + penalty
+
+
+@case("gradient penalty by torch.autograd.grad inside of the step", refused="autograd.grad")
+class GradientPenalty(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        score = self.net(x)
+        (g,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score.mean() + (g.norm(dim=-1) - 1).pow(2).mean()
+
+
+@case("torch.func.functional_call with masked weights (pruning)")
+class FunctionalCall(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        weights = {k: p * (p.detach().abs() > 0.05) for k, p in self.net.named_parameters()}
+        return F.mse_loss(torch.func.functional_call(self.net, weights, (batch[0],)), batch[0])
+
+
+@case("the step calls loss.backward() on an auxiliary loss itself", refused="backward")
+class OwnBackward(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        out.abs().mean().backward(retain_graph=True)
+        return F.mse_loss(out, batch[0])
+
+
+@case("reads p.grad of the step before, to log a gradient norm", refused=".grad")
+class LogsOldGradients(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        if norms:
+            self.log("grad_norm", torch.stack(norms).norm())
+        return F.mse_loss(self.net(batch[0]), batch[0])
+
+
+# ---------------------------------------------------------------- state
+
+
+@case("each layer counts its calls and keeps a running mean in a buffer")
+class CountingLayers(Wild):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+            self.register_buffer("running", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            self.calls += 1
+            x = self.linear(x)
+            self.running.lerp_(x.detach().mean(0), 0.1)
+            return x - self.running
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Counting() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@case("a counter raised before the layers; 2 chunks a rank", refused="samples_seen",
+      options={"schedule": "interleaved_1f1b", "num_chunks": 2})
+class CounterInterleaved(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.samples_seen = mlp(), 0
+
+    def training_step(self, batch, batch_idx):
+        self.samples_seen += len(batch[0])
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@case("the same counter, one chunk a rank")
+class CounterBefore(CounterInterleaved):
+    pass
+
+
+@case("BatchNorm in the stem, 2 chunks a rank", refused="input_norm.running_mean",
+      options={"schedule": "interleaved_1f1b", "num_chunks": 2})
+class StemNormInterleaved(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_norm, self.layers = nn.BatchNorm1d(WIDTH), mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = self.input_norm(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@case("a warm-up counter raised at the end of the step and read at its start", refused="num_steps")
+class CounterAfter(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.num_steps = mlp(), 0
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] * min(1.0, 0.1 * self.num_steps)
+        for layer in self.layers:
+            x = layer(x)
+        self.num_steps += 1
+        return x.pow(2).mean()
+
+
+@case("an average of loss.item() scales the noise at the start of the next step", refused="average_loss")
+class AdaptiveNoise(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.average_loss = mlp(), 1.0
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] * self.average_loss
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.pow(2).mean()
+        self.average_loss = 0.9 * self.average_loss + 0.1 * loss.item()
+        return loss
+
+
+@case("losses and predictions appended to lists on the module, an average kept for logging")
+class AppendsOutputs(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = mlp(), nn.Linear(WIDTH, CLASSES)
+        self.losses, self.predictions, self.average = [], [], 0.0
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits, batch[1])
+        self.losses.append(loss.item())
+        self.predictions.append(logits.argmax(-1).cpu().numpy())
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.log("average", self.average)
+        return loss
+
+
+@case("an EMA teacher inside of the module, updated in the step", refused="in place")
+class MeanTeacher(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                t.mul_(0.99).add_(s, alpha=0.01)
+            target = self.teacher(batch[0])
+        return F.mse_loss(self.student(batch[0]), target)
+
+
+@case("a frozen teacher distils into the student")
+class Distillation(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, CLASSES)).requires_grad_(False)
+        self.student = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        student = self.student(batch[0])
+        with torch.no_grad():
+            target = self.teacher(batch[0]).softmax(-1)
+        return F.cross_entropy(student, target) + F.cross_entropy(student, batch[1])
+
+
+_ROPE: dict[tuple[int, int], Tensor] = {}
+
+
+@case("position encodings in a cache at module level", batch=tokens)
+class GlobalCache(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    @staticmethod
+    def encoding(length: int, width: int) -> Tensor:
+        if (length, width) not in _ROPE:
+            angle = torch.arange(length)[:, None] / 10 ** (torch.arange(width) / width)
+            _ROPE[length, width] = angle.sin()
+        return _ROPE[length, width]
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch) + self.encoding(batch.shape[1], WIDTH)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
+
+
+@case("forward hooks collect every layer's features, a loss uses them", refused="read after the last layer")
+class FeatureHooks(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.features = mlp(), {}
+        for i, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda m, a, out, i=i: self.features.__setitem__(i, out))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean() + self.features[1].abs().mean()
+
+
+@case("forward hooks change the outputs of layers")
+class ChangingHooks(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.gain = nn.Parameter(torch.tensor([0.5, 2.0, 1.5, 1.1]))
+        for i, layer in enumerate(self.layers):
+            layer.register_forward_hook(self.scaled(i))
+
+    def scaled(self, i):
+        return lambda m, a, out: out * i
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for i, layer in enumerate(self.layers):
+            x = layer(x + 1) * self.gain[i]
+        return x.pow(2).mean()
+
+
+# ---------------------------------------------------------------- control flow, logging, Python
+
+
+@case("logs the norm of the hidden state from between the layers, and the inputs' from before them")
+class LogsBetween(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        self.log("input", x.norm(dim=-1).mean())
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            self.log(f"norm_{i}", x.norm(dim=-1).mean(), on_step=True, on_epoch=True)
+        return x.pow(2).mean()
+
+
+@case("logs float(norm) from between the layers", refused="read")
+class LogsFloatBetween(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            self.log(f"norm_{i}", float(x.norm(dim=-1).mean()))
+        return x.pow(2).mean()
+
+
+@case("a torchmetrics object updated with the hidden state from between the layers", refused="read after the last layer")
+class MetricBetween(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.mean_norm = mlp(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+            self.mean_norm.update(x.norm(dim=-1))
+        self.log("norm", self.mean_norm, on_step=False, on_epoch=True)
+        return x.pow(2).mean()
+
+
+@case("a MetricCollection logged each step and epoch")
+class Collection(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = mlp(), nn.Linear(WIDTH, CLASSES)
+        metrics = torchmetrics.MetricCollection(
+            [
+                torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES),
+                torchmetrics.F1Score(task="multiclass", num_classes=CLASSES, average="macro"),
+            ]
+        )
+        self.train_metrics, self.val_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
+
+    def shared_step(self, batch, metrics):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        metrics(logits, batch[1])
+        self.log_dict(metrics, on_step=metrics is self.train_metrics, on_epoch=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.shared_step(batch, self.train_metrics)
+
+    def validation_step(self, batch, batch_idx):
+        return self.shared_step(batch, self.val_metrics)
+
+
+@case("early exit by .item() between the layers", refused="read")
+class EarlyExit(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max().item() > 1e3:
+                break
+        return x.pow(2).mean()
+
+
+@case("a branch on .item() of the embedded input before the layers", batch=tokens)
+class BranchBefore(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(TOKENS, WIDTH), mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        if x.mean().item() > 0:
+            x = -x
+        gain = 2.0 if x.std().item() > 0.5 else 1.0
+        for layer in self.layers:
+            x = layer(x) * gain
+        return x.pow(2).mean()
+
+
+@case("a count by nonzero() of an early layer divides the loss", refused="read")
+class CountBetween(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x, active = batch[0], 1
+        for layer in self.layers:
+            x = layer(x)
+            active += len((x > 0).nonzero())
+        return x.pow(2).sum() / active
+
+
+@case("activations pass through NumPy between two layers", refused="read")
+class NumpyBetween(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+            x = x * float(np.clip(x.detach().cpu().numpy(), -1, 1).std())
+        return x.pow(2).mean()
+
+
+@case("try / except Exception around the model call, log in finally")
+class CatchesExceptions(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        try:
+            out = self.net(batch[0])
+        except Exception:
+            out = torch.zeros_like(batch[0], requires_grad=True)
+        finally:
+            self.log("done", 1.0)
+        return F.mse_loss(out, batch[0])
+
+
+@case("a bare except around the model call", refused="bare `except:`")
+class CatchesAll(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        try:
+            out = self.net(batch[0])
+        except:  # noqa: E722
+            out = torch.zeros_like(batch[0], requires_grad=True)
+        return F.mse_loss(out, batch[0])
+
+
+@case("a frozen backbone under no_grad, a trained head")
+class FrozenBackbone(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        self.backbone.eval()
+        with torch.no_grad():
+            features = self.backbone(batch[0])
+        return F.cross_entropy(self.head(features), batch[1])
+
+
+@case("a backbone under inference_mode, a trained head")
+class InferenceBackbone(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        with torch.inference_mode():
+            features = self.backbone(batch[0])
+        return F.cross_entropy(self.head(features.clone()), batch[1])
+
+
+@case("self.trainer.current_epoch anneals a weight")
+class ReadsTrainer(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        beta = min(1.0, (self.trainer.current_epoch + 1) / 10)
+        return beta * x.pow(2).mean() + self.trainer.global_step
+
+
+@case("self.logger.experiment used in the step", refused="self.logger directly")
+class UsesLogger(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        self.logger.experiment.add_histogram("hidden", x, 0)
+        return x.pow(2).mean()
+
+
+@case("self.all_gather in the step", refused="self.all_gather")
+class Gathers(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.all_gather(x, sync_grads=True).pow(2).mean()
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+@case("reentrant checkpointing", refused="use_reentrant=False")
+class Reentrant(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(WIDTH, WIDTH), mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = self.inp(batch[0])
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+
+@case("checkpoint_sequential in two segments, which are the stages")
+class CheckpointSequential(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
+
+
+@case("checkpoint_sequential whose segments cross the cuts", refused="checkpoint each layer",
+      options={"pipeline_parallel_size": 3, "partition": [1, 2, 3]})
+class CheckpointAcross(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+    def training_step(self, batch, batch_idx):
+        return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
+
+
+# ---------------------------------------------------------------- parametrised and unusual layers
+
+
+@case("weight_norm and spectral_norm on the layers themselves, as hooks (old) and parametrisations")
+class Normed(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+            torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+            torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+            torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
+        )
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[0])
+
+
+@case("complex numbers: FNet mixing by FFT, a complex weight", batch=tokens)
+class Fourier(Wild):
+    class Mix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat) * 0.1 + 1)
+
+        def forward(self, x):
+            return torch.fft.fft(x) * self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.Mix() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch).to(torch.cfloat)
+        for layer in self.layers:
+            x = layer(x) / 2
+        return x.abs().pow(2).mean()
+
+
+@case("float64 throughout")
+class Double(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp().double()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].double()
+        for layer in self.layers:
+            x = layer(x)
+        self.log("value", x.mean())
+        return x.pow(2).mean()
+
+
+@dataclasses.dataclass
+class LayerState:
+    """What the layers of `DataclassLayers` return."""
+
+    hidden: Tensor
+    gate: Tensor
+    depth: int
+    extra: Any = None
+
+
+@case("layers return a dataclass with tensors, a number and None")
+class DataclassLayers(Wild):
+    class Layer(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.linear, self.index = nn.Linear(WIDTH, WIDTH), index
+
+        def forward(self, state):
+            h = self.linear(state.hidden).tanh()
+            return LayerState(h * state.gate, h.mean(-1, keepdim=True), state.depth + 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(i) for i in range(4))
+
+    def training_step(self, batch, batch_idx):
+        state = LayerState(batch[0], torch.ones(len(batch[0]), 1), 0)
+        for layer in self.layers:
+            state = layer(state)
+        return state.hidden.pow(2).mean() * state.depth
+
+
+@case("layers return (hidden, None, dict), taken by keyword")
+class TupleLayers(Wild):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden, *, cache=None, info=None):
+            return self.linear(hidden).sin(), cache, {"mean": hidden.mean(), "kind": "plain"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x, cache, info = batch[0], None, None
+        for layer in self.layers:
+            x, cache, info = layer(hidden=x, cache=cache, info=info)
+        return x.pow(2).mean() + info["mean"]
+
+
+class Tally:
+    """A plain object that layers hand on."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+@case("layers hand on an object of a class of their own, and count in it", refused="Tally")
+class ObjectLayers(Wild):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, tally):
+            tally.depth += 1
+            return self.linear(x) / tally.depth, tally
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x, tally = batch[0], Tally()
+        for layer in self.layers:
+            x, tally = layer(x, tally)
+        return x.pow(2).mean() * tally.depth
+
+
+@case("T5: the first layer computes a position bias, later ones reuse it", batch=tokens)
+class PositionBias(Wild):
+    class Layer(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.bias = nn.Embedding(2 * LENGTH, 1) if first else None
+
+        def forward(self, x, bias=None):
+            if bias is None:
+                i = torch.arange(x.shape[1])
+                bias = self.bias(i[:, None] - i[None, :] + LENGTH).squeeze(-1)
+            scores = (x @ self.linear(x).transpose(1, 2) + bias).softmax(-1)
+            return x + scores @ x, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.Layer(i == 0) for i in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x, bias = self.embed(batch), None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
+
+
+@case("TorchScript layers")
+class Scripted(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@case("layers compiled one by one (eager backend)")
+class CompiledLayers(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        for layer in self.layers:
+            layer.compile(backend="eager")
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+# ---------------------------------------------------------------- batches
+
+
+def nested_batch() -> dict[str, Any]:
+    """A dict with a nested dict, strings, a list of numbers a sample and a scalar tensor."""
+    return {
+        "inputs": {"x": torch.randn(SAMPLES, WIDTH), "mask": torch.ones(SAMPLES, dtype=torch.bool)},
+        "names": [f"sample {i}" for i in range(SAMPLES)],
+        "task": "copy",
+        "scale": torch.tensor(2.0),
+    }
+
+
+@case("nested dict batch with strings and a scalar tensor", batch=nested_batch)
+class NestedBatch(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = batch["inputs"]["x"]
+        assert len(batch["names"]) == len(x) and batch["task"] == "copy"
+        for layer in self.layers:
+            x = layer(x)
+        return batch["scale"] * (x.pow(2).mean(-1) * batch["inputs"]["mask"]).mean()
+
+
+@dataclasses.dataclass
+class Graph:
+    """A batch of its own class."""
+
+    x: Tensor
+    y: Tensor
+    name: str = "graph"
+
+
+@case("a dataclass as batch", batch=lambda: Graph(*vectors()))
+class DataclassBatch(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch.x)[:, :CLASSES], batch.y)
+
+
+def detection_batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images of unlike sizes with boxes of unlike numbers."""
+    pictures = [torch.randn(3, 4 + i % 3, 5) for i in range(SAMPLES)]
+    return pictures, [{"boxes": torch.rand(1 + i % 2, 4), "labels": torch.ones(1 + i % 2)} for i in range(SAMPLES)]
+
+
+@case("detection: lists of images of unlike sizes and dicts of boxes", batch=detection_batch)
+class Detection(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Conv2d(3, WIDTH, 1), mlp()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def training_step(self, batch, batch_idx):
+        pictures, targets = batch
+        x = torch.stack([self.stem(p).mean((1, 2)) for p in pictures])
+        for layer in self.layers:
+            x = layer(x)
+        boxes = self.head(x)
+        return torch.stack([(b - t["boxes"].mean(0)).abs().mean() for b, t in zip(boxes, targets, strict=True)]).mean()
+
+
+def graph_batch() -> dict[str, Tensor]:
+    """Seven nodes, ten edges."""
+    return {"x": torch.randn(SAMPLES, WIDTH), "edge_index": torch.randint(SAMPLES, (2, 10))}
+
+
+class GraphNet(Wild):
+    class Convolution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, edge_index):
+            return self.linear(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])).relu()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(self.Convolution() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        for conv in self.convs:
+            x = conv(x, batch["edge_index"])
+        return F.mse_loss(x, batch["x"])
+
+
+@case("a graph: nodes and edges differ in number", batch=graph_batch, refused="edge_index")
+class GraphMicrobatches(GraphNet):
+    pass
+
+
+@case("the same graph as one microbatch", batch=graph_batch, options={"num_microbatches": 1})
+class GraphWhole(GraphNet):
+    pass
+
+
+@case(
+    "nn.EmbeddingBag with offsets",
+    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+    refused="split_batch",
+)
+class Bags(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.EmbeddingBag(TOKENS, WIDTH), mlp()
+
+    def training_step(self, batch, batch_idx):
+        ids, offsets, target = batch
+        x = self.embed(ids, offsets)
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, target)
+
+
+@case("the same, with its own split_batch", batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)))
+class BagsSplit(Bags):
+    def split_batch(self, batch, num_microbatches):
+        ids, offsets, target = batch
+        return [(ids[:12], offsets[:4], target[:4]), (ids[12:], offsets[4:] - 12, target[4:])]
+
+
+# ---------------------------------------------------------------- libraries
+
+
+def hugging_face(build: Callable[[], nn.Module]) -> type[Wild]:
+    class HuggingFace(Wild):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def training_step(self, batch, batch_idx):
+            out = self.model(input_ids=batch, labels=batch)
+            self.log("loss", out.loss)
+            return out.loss
+
+    return HuggingFace
+
+
+def build_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=TOKENS, n_positions=8, n_embd=WIDTH, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+
+
+def build_gemma() -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=TOKENS, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=4, sliding_window=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    )  # fmt: skip
+
+
+def build_t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=TOKENS, d_model=WIDTH, d_kv=4, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def build_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        build_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    )
+
+
+for _name, _unusual, _build in [
+    ("GPT2", "Hugging Face GPT-2, tied head", build_gpt2),
+    ("Gemma3", "Hugging Face Gemma 3, local and global attention by layer index", build_gemma),
+    ("T5", "Hugging Face T5, encoder and decoder, position bias of the first layers", build_t5),
+    ("LoRA", "PEFT LoRA on GPT-2, all else frozen", build_lora),
+]:
+    _cls = hugging_face(_build)
+    _cls.__name__ = _name
+    case(_unusual, batch=tokens)(_cls)
+
+
+def make_table() -> str:
+    """The table "Modules tried" of docs/exactness.md."""
+    lines = ["| Module | What is unusual about it | Verdict | Reason, in short |", "| --- | --- | --- | --- |"]
+    for c in CASES:
+        reason = c.refused.replace("|", "\\|")
+        lines.append(f"| {c.name} | {c.unusual} | {c.verdict} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(make_table(), end="")
