@@ -188,7 +188,7 @@ def _structure(
         small = batch
     structure: ModuleStructure | None = None
     for name in names:
-        arguments = (small, *([0] * (admission.step_arguments(module, name) - 1)))
+        arguments = (tree.map_tensors(Tensor.clone, small), *([0] * (admission.step_arguments(module, name) - 1)))
         found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
         structure = found if structure is None else structure.merged(found)
     assert structure is not None
@@ -240,7 +240,7 @@ class _Cast:
             arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
             request = StepRequest(
                 step_name=step_name,
-                batch=batch,
+                batch=tree.map_tensors(Tensor.clone, batch),
                 arguments=arguments,
                 num_microbatches=num_microbatches,
                 seed=_SEED,

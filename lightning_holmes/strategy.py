@@ -25,7 +25,8 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -45,6 +46,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.optim.clip import global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
+from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay, warn_about
@@ -59,6 +61,7 @@ from lightning_holmes.plan.placement import Placement, clusters_of, make_placeme
 from lightning_holmes.plan.plan import GroupPlan, Plan
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.torch_private import default_store
 from lightning_holmes.version import __version__
 
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
@@ -214,8 +217,8 @@ class HolmesStrategy(ParallelStrategy):
     # start
 
     def setup_environment(self) -> None:
+        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and _same_random_state aligns stages
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         self._failed = False
         if self.world_size > 1:
@@ -229,8 +232,7 @@ class HolmesStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         if self._watch is None:
-            store = dist.distributed_c10d._get_default_store()
-            self._watch = FailureWatch(store, self.global_rank, self.world_size)
+            self._watch = FailureWatch(default_store(), self.global_rank, self.world_size)
 
     def _lay_out(self) -> None:
         """Topology, placement and process groups: all that does not depend on the module."""
@@ -290,6 +292,8 @@ class HolmesStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             self._agree(lambda: admission.check_optimizers(self.optimizers))
             self._group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
+        if fitting and structure is not None:
+            self._summarise_whole_module(trainer)
         self._pipeline.install()
         if fitting:
             for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
@@ -418,6 +422,8 @@ class HolmesStrategy(ParallelStrategy):
                 batch_size = size
                 self._check_batch_size(size)
             context = functools.partial(self._step_context, step_name)
+            small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
+            small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
             arguments = (small, *([0] * (admission.step_arguments(module, step_name) - 1)))
             try:
                 found = trace_step(module, step_name, arguments, layers=layers, context=context)
@@ -460,9 +466,8 @@ class HolmesStrategy(ParallelStrategy):
             microbatches = 1 if pipeline_size == 1 else min(4 * pipeline_size, batch_size or 4 * pipeline_size)
             notes.append(f"num_microbatches: {microbatches}, four a pipeline rank as far as the batch reaches")
         evaluation = 1 if self._eval_num_microbatches == "auto" else self._eval_num_microbatches
-        if self._eval_num_microbatches == "auto":
-            if pipeline_size > 1:
-                notes.append("eval_num_microbatches: 1, exact for any evaluation step")
+        if self._eval_num_microbatches == "auto" and pipeline_size > 1:
+            notes.append("eval_num_microbatches: 1, exact for any evaluation step")
         backend = self._process_group_backend or "none"
         groups = []
         for rank in range(pipeline_size):
@@ -516,6 +521,17 @@ class HolmesStrategy(ParallelStrategy):
             ]
         if self.world_size > 1:
             print_plan(self._plan, parameter_counts=counts)
+
+    def _summarise_whole_module(self, trainer: "pl.Trainer") -> None:
+        """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""
+        module = self.lightning_module
+        assert module is not None
+        if module.example_input_array is None:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ModelSummary) and callback._max_depth:
+                summary = callback._summary(trainer, module)
+                callback._summary = lambda *_, made=summary: made  # type: ignore[method-assign]
 
     def _setup_gradients(self, structure: ModuleStructure | None) -> None:
         assert self._pipeline is not None and self._groups is not None and self._plan is not None
@@ -771,9 +787,7 @@ class HolmesStrategy(ParallelStrategy):
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
-    ) -> Tensor | Any:
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
         self._outside_steps("strategy.reduce")
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():

@@ -125,8 +125,9 @@ def checksum(batch: Any) -> int:
         if data.device.type == "cpu":
             result = zlib.crc32(data.numpy().data, result)
         else:
-            steps = torch.arange(1, data.numel() + 1, device=data.device, dtype=torch.int64)
-            total = torch.stack([data.sum(dtype=torch.int64), (data * steps).sum(dtype=torch.int64)])
+            words = data.view(torch.int32) if data.numel() % 4 == 0 else data
+            places = torch.arange(words.numel(), device=words.device) % 65521 + 1
+            total = torch.stack([words.sum(dtype=torch.int64), (words * places).sum(dtype=torch.int64)])
             result = zlib.crc32(total.cpu().numpy().data, result)
     return result
 

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_holmes.comm.edges import Edges
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.torch_private import tensor_version
 
 TOPIC_STATE = 2
 
@@ -89,7 +90,7 @@ class ModuleState:
                 present[:] = value
             elif isinstance(present, (dict, set)) and type(present) is type(value):
                 present.clear()
-                present.update(value)  # type: ignore[arg-type]
+                present.update(value)
             else:
                 setattr(owner, key, value)
         for name, (state, count) in metrics.items():
@@ -121,7 +122,7 @@ def _is_plain(value: Any) -> bool:
 def _fingerprint(value: Any) -> Hashable:
     """Something that differs once ``value`` has changed."""
     if isinstance(value, Tensor):
-        return "tensor", id(value), value._version if not value.is_inference() else value.data_ptr()
+        return "tensor", id(value), tensor_version(value)
     if isinstance(value, np.ndarray):
         return "array", id(value), value.tobytes() if value.nbytes < 4096 else float(value.sum())
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ process had run the whole step.
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.batch import weighted_mean
 from lightning_holmes.pipeline.stage import StageRun
 from lightning_holmes.pipeline.structure import BEFORE
+from lightning_holmes.torch_private import is_batch_norm
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -218,6 +219,17 @@ class MetricWindow:
             metric._update_count = own_updates + count
             metric._computed = None
 
+    def settle(self, calls: Sequence[LogCall]) -> list[LogCall]:
+        """``calls`` with the values of the whole batch; they were recorded with those of a microbatch."""
+        values = {
+            name: MetricValue(name=name, batch_value=metric._forward_cache)
+            for metric, name in zip(self._metrics, self._names, strict=False)
+        }
+        return [
+            replace(c, value=values[c.value.name]) if isinstance(c.value, MetricValue) and c.value.name in values else c
+            for c in calls
+        ]
+
 
 @contextmanager
 def _quiet_sync(metric: Any) -> Iterator[None]:
@@ -230,7 +242,7 @@ def _quiet_sync(metric: Any) -> Iterator[None]:
 
 def warn_about(module: LightningModule) -> list[str]:
     """Warnings for what cannot equal a whole batch under any splitting into microbatches."""
-    norms = [n for n, m in module.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    norms = [n for n, m in module.named_modules() if is_batch_norm(m)]
     if not norms:
         return []
     shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")

@@ -136,11 +136,12 @@ class StepDriver:
         )
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
-        window = MetricWindow(self.module, metrics if self.has_last_stage and training else (), count)
+        window = MetricWindow(self.module, metrics if True else (), count)
         self.inside_step = True
         try:
             with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
                 yield from self.runner.run(job)
+            self.recorder.calls = window.settle(self.recorder.calls)
         finally:
             self.inside_step = False
         return (yield from self._share(request, job, sizes, weights))
@@ -208,8 +209,11 @@ class StepDriver:
             assert run.seed is not None
             seed_all(run.seed, self.device)
             self.recorder.enter(run, microbatch, self._positions[run.stage])
+            part = microbatches[microbatch]
+            if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage's step begins anew
+                part = tree.map_tensors(Tensor.clone, part)
             with request.context():
-                return step(microbatches[microbatch], *request.arguments)
+                return step(part, *request.arguments)
 
         return run_step
 

@@ -25,7 +25,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
@@ -33,6 +32,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
+from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
 
 # operators whose result depends on the shape and type of a tensor, not on its values
 _VALUE_FREE = frozenset(
@@ -383,7 +383,7 @@ class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracer = self.tracer
         if tracer.paused:
             return func(*args, **kwargs)
-        name = func._schema.name
+        name = operator_name(func)
         if func.namespace in ("c10d", "_c10d_functional"):
             raise UnsupportedModuleError(
                 f"{type(tracer.original).__name__}.{tracer.step_name} calls the collective {name}: the stages of a "
@@ -403,18 +403,7 @@ class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _TO_PYTHON:
             _read_by_python(tracer, taint)
             return output
-        written = [
-            tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree.tensors_of(value)
-        ]
-        written += [
-            tensor
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs
-            for tensor in tree.tensors_of(kwargs[argument.name])
-        ]
+        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
         results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
         fresh = [t for t in results if tracer.key(t) not in keys]
         if written or fresh or not results:

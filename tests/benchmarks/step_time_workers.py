@@ -1,0 +1,155 @@
+"""What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_holmes
+from lightning_holmes.models import GPT
+
+SEQUENCE = 128
+
+
+class Windows(Dataset):  # type: ignore[type-arg]
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, 256, (count, SEQUENCE + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
+
+
+class StepClock(Callback):
+    """Seconds from one training batch's start to the next one's."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+    def on_train_end(self, *_: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+    def seconds(self, skip: int) -> list[float]:
+        return [b - a for a, b in zip(self.marks[skip:], self.marks[skip + 1 :], strict=False)]
+
+
+def train(module: LightningModule, strategy: Any, devices: int, batch_size: int, steps: int, skip: int) -> list[float]:
+    clock = StepClock()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=steps + skip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    trainer.fit(module, DataLoader(Windows(batch_size * (steps + skip)), batch_size=batch_size))
+    return clock.seconds(skip)
+
+
+def build(hidden_size: int, num_layers: int) -> GPT:
+    seed_everything(0)
+    return GPT(hidden_size=hidden_size, num_layers=num_layers, num_heads=4, sequence_length=SEQUENCE)
+
+
+def one_process(options: dict[str, int]) -> dict[str, list[float]]:
+    """Median step seconds of each round: plain Lightning and the strategy, in turn, in this process."""
+    found: dict[str, list[float]] = {"plain": [], "holmes": []}
+    for turn in range(options["rounds"]):
+        order = ["plain", "holmes"] if turn % 2 == 0 else ["holmes", "plain"]
+        for name in order:
+            strategy = lightning_holmes.HolmesStrategy() if name == "holmes" else "auto"
+            module = build(options["hidden_size"], options["num_layers"])
+            times = train(module, strategy, 1, options["batch_size"], options["steps"], 4)
+            found[name].append(statistics.median(times))
+    return found
+
+
+class BareStage(nn.Module):
+    """Half of a GPT as a plain module, for torch.distributed.pipelining."""
+
+    def __init__(self, gpt: GPT, layers: range, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embedding = gpt.embedding if first else None
+        self.rotary = gpt.rotary
+        self.layers = nn.ModuleList([gpt.layers[i] for i in layers])
+        self.norm = gpt.norm if last else None
+        self.head = gpt.head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x if self.embedding is None else self.embedding(x)
+        cos, sin = self.rotary(x.shape[1], x.device)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        if self.norm is not None and self.head is not None:
+            hidden = self.head(self.norm(hidden))
+        return hidden
+
+
+def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list[float]:
+    """Step seconds of a loop over torch's 1F1B with the same optimizer."""
+    gpt = build(options["hidden_size"], options["num_layers"])
+    half = options["num_layers"] // 2
+    layers = range(half) if rank == 0 else range(half, options["num_layers"])
+    stage_module = BareStage(gpt, layers, rank == 0, rank == 1)
+    size = options["batch_size"] // num_microbatches
+    token = torch.zeros(size, SEQUENCE, dtype=torch.int64)
+    hidden = torch.zeros(size, SEQUENCE, options["hidden_size"], requires_grad=True)
+    logits = torch.zeros(size, SEQUENCE, 256, requires_grad=True)
+    stage = PipelineStage(
+        stage_module,
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=(token if rank == 0 else hidden,),
+        output_args=(hidden if rank == 0 else logits,),
+    )
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=loss_fn)
+    optimizer = torch.optim.AdamW(stage_module.parameters(), lr=1e-3)
+    times = []
+    for batch in DataLoader(Windows(options["batch_size"] * (options["steps"] + 4)), batch_size=options["batch_size"]):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(batch["input_ids"])
+        else:
+            schedule.step(target=batch["labels"], losses=[])
+        optimizer.step()
+        times.append(time.perf_counter() - started)
+    return times[4:]
+
+
+def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
+    """Median step seconds of each round on the last stage: the strategy, and a bare loop, in turn."""
+    import torch.distributed as dist
+
+    found: dict[str, list[float]] = {"bare": [], "holmes": []}
+    microbatches = options["num_microbatches"]
+    for turn in range(options["rounds"]):
+        for name in ["holmes", "bare"] if turn % 2 == 0 else ["bare", "holmes"]:
+            if name == "holmes":
+                strategy = lightning_holmes.HolmesStrategy(pipeline_parallel_size=2, num_microbatches=microbatches)
+                module = build(options["hidden_size"], options["num_layers"])
+                times = train(module, strategy, 2, options["batch_size"], options["steps"], 4)
+            else:
+                times = bare_loop(options, dist.get_rank(), microbatches)
+            found[name].append(statistics.median(times))
+    return found

@@ -1,0 +1,67 @@
+"""What lightning_holmes/torch_private.py relies on; a failure here means that torch has changed it."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_holmes import torch_private
+
+
+class Recorder(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Keeps the names of operators and what they write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        written = list(torch_private.written_arguments(func, args, kwargs))
+        self.seen.append((torch_private.operator_name(func), written))
+        return func(*args, **kwargs)
+
+
+def test_a_dispatch_mode_sees_operators_by_name_and_what_they_write() -> None:
+    x, y, out = torch.ones(3), torch.ones(3), torch.empty(3)
+    with Recorder() as recorder:
+        z = x + y
+        x.mul_(2)
+        torch.add(x, y, out=out)
+        torch._foreach_add_([x, y], 1.0)
+    names = [name for name, _ in recorder.seen]
+    assert names == ["aten::add", "aten::mul_", "aten::add", "aten::_foreach_add_"]
+    assert recorder.seen[0][1] == [] and z.sum() == 6
+    assert recorder.seen[1][1][0] is x
+    assert recorder.seen[2][1][0] is out
+    assert recorder.seen[3][1][0][0] is x
+
+
+def test_a_dispatch_mode_sees_values_becoming_python_numbers() -> None:
+    with Recorder() as recorder:
+        assert torch.ones(1).item() == 1.0
+        assert bool(torch.ones(1) > 0)
+    assert [n for n, _ in recorder.seen].count("aten::_local_scalar_dense") == 2
+
+
+def test_the_default_store_keeps_values(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        store = torch_private.default_store()
+        store.set("holmes/test", "value")
+        assert store.check(["holmes/test"]) and store.get("holmes/test") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_batch_norms_are_told_from_other_norms() -> None:
+    assert torch_private.is_batch_norm(nn.BatchNorm2d(3)) and torch_private.is_batch_norm(nn.SyncBatchNorm(3))
+    assert not torch_private.is_batch_norm(nn.LayerNorm(3)) and not torch_private.is_batch_norm(nn.GroupNorm(1, 3))
+
+
+def test_versions_grow_with_changes_in_place() -> None:
+    x = torch.ones(3)
+    before = torch_private.tensor_version(x)
+    x.add_(1)
+    assert torch_private.tensor_version(x) > before
+    with torch.inference_mode():
+        torch_private.tensor_version(torch.ones(3))
