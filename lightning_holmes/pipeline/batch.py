@@ -213,18 +213,11 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _sample_lists(batch: Any, depth: int = 0) -> list[Any]:
-    """Lists that may hold one entry a sample: nested ones with tensors inside, and a top-level list of containers."""
-    if _is_plain_list(batch):
-        has_tensors = bool(tree.tensors_of(batch))
-        if depth > 0 and has_tensors:
-            return [batch]
-        if (
-            depth == 0
-            and type(batch) is list
-            and batch
-            and all(tree.is_container(v) and type(v) is type(batch[0]) for v in batch)
-            and has_tensors
-        ):
+    """Lists that may hold one entry a sample: nested ones of alike entries with tensors, and a top-level list of
+    alike containers."""
+    if _is_plain_list(batch) and tree.tensors_of(batch):
+        alike = len({_structure_key(entry) for entry in batch}) == 1
+        if alike and (depth > 0 or (type(batch) is list and tree.is_container(batch[0]))):
             return [batch]
     if not tree.is_container(batch):
         return []

@@ -1,0 +1,68 @@
+"""Logged values over microbatches: one call a batch, with the value that the whole batch would have."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline.replay import LogCall, merge_calls, positions_of
+
+
+def call(name: str, value: float, microbatch: int, position: int = 3, **arguments: Any) -> LogCall:
+    return LogCall(name=name, value=torch.tensor(value), arguments=arguments, position=position, microbatch=microbatch)
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [
+        ("mean", (3 * 1.0 + 1 * 5.0) / 4),
+        ("sum", 6.0),
+        ("max", 5.0),
+        ("min", 1.0),
+        (torch.mean, 2.0),
+        (sum, 6.0),
+        (max, 5.0),
+    ],
+)
+def test_reductions_over_microbatches(reduce_fx: Any, expected: float) -> None:
+    calls = [call("v", 1.0, 0, reduce_fx=reduce_fx), call("v", 5.0, 1, reduce_fx=reduce_fx)]
+    (merged,) = merge_calls(calls, [3, 1], [3.0, 1.0], "M")
+    assert float(merged.value) == pytest.approx(expected)
+    assert merged.arguments["reduce_fx"] is reduce_fx
+
+
+def test_explicit_batch_sizes_weigh_and_add_up() -> None:
+    calls = [call("v", 1.0, 0, batch_size=10), call("v", 2.0, 1, batch_size=30)]
+    (merged,) = merge_calls(calls, [2, 2], [2.0, 2.0], "M")
+    assert float(merged.value) == pytest.approx(1.75) and merged.arguments["batch_size"] == 40
+
+
+def test_a_constant_batch_size_that_is_not_the_microbatchs_stays_constant() -> None:
+    calls = [call("v", 1.0, 0, batch_size=1), call("v", 2.0, 1, batch_size=1)]
+    (merged,) = merge_calls(calls, [4, 4], [4.0, 4.0], "M")
+    assert merged.arguments["batch_size"] == 1
+
+
+def test_calls_keep_the_order_of_a_whole_step_and_repeated_names_apart() -> None:
+    calls = [
+        call("b", 1.0, 0, 4),
+        call("a", 1.0, 0, -1),
+        call("b", 2.0, 0, 4),
+        call("b", 3.0, 1, 4),
+        call("b", 4.0, 1, 4),
+    ]
+    merged = merge_calls(calls, [1, 1], [1.0, 1.0], "M")
+    assert [(c.name, float(c.value)) for c in merged] == [("a", 1.0), ("b", 2.0), ("b", 3.0)]
+
+
+def test_an_unknown_reduction_is_refused_by_name() -> None:
+    calls = [call("v", 1.0, 0, reduce_fx="median"), call("v", 2.0, 1, reduce_fx="median")]
+    with pytest.raises(UnsupportedModuleError, match="median"):
+        merge_calls(calls, [1, 1], [1.0, 1.0], "M")
+
+
+def test_each_position_counts_on_one_stage() -> None:
+    stages = [positions_of(range(2), 5), positions_of(range(2, 4), 5), positions_of(range(4, 5), 5)]
+    assert [p for s in stages for p in s] == [-1, 0, 1, 2, 3, 4, 5]
+    assert list(positions_of(range(5), 5)) == [-1, 0, 1, 2, 3, 4, 5]
