@@ -61,6 +61,7 @@ def build_process_groups(
             made = group((ranks[source], ranks[destination]), f"holmes_edge_{replica}_{source}_{destination}")
             if made is None:
                 continue
+            _pass_one_number(ranks[source], ranks[destination], made, rank, device if backend != "gloo" else None)
             if ranks[source] == rank:
                 outgoing[destination] = made
             else:
@@ -128,6 +129,17 @@ def _new_group(
         return None
     dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if backend == "gloo" else device), group=created)
     return created
+
+
+def _pass_one_number(
+    source: int, destination: int, group: dist.ProcessGroup, rank: int, device: torch.device | None
+) -> None:
+    """Use an edge once: NCCL makes a communicator of its own for the first transfer between two ranks."""
+    number = torch.zeros(1, device=device or torch.device("cpu"))
+    if rank == source:
+        dist.send(number, destination, group=group)
+    else:
+        dist.recv(number, source, group=group)
 
 
 def edge_pairs(pipeline_parallel_size: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -135,7 +135,7 @@ class HFCausalLM(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.compute_loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

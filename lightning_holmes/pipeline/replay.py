@@ -131,9 +131,8 @@ def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float],
     arguments = dict(first.arguments)
     given = [c.arguments.get("batch_size") for c in calls]
     if all(g is not None for g in given):
-        own = all(int(g) == sizes[c.microbatch] for g, c in zip(given, calls, strict=True))  # type: ignore[arg-type]
-        if own or len(set(given)) > 1:
-            arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type, misc]
+        # counts add up; a constant given for each microbatch grows alike for every batch, which moves no mean
+        arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
     else:
         call_weights = [weights[c.microbatch] for c in calls]

@@ -1,0 +1,74 @@
+"""Edges between ranks: order, large and small messages, and transfers that nobody waits for."""
+
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+
+from lightning_holmes.comm.edges import LocalEdges, LocalMailbox, TensorSpec
+from lightning_holmes.comm.mesh import edge_pairs
+
+
+def exchange(_: Any) -> list[Any]:
+    """Runs in two processes: both directions at once, tensors and messages in order."""
+    import os
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from lightning_holmes.comm.mesh import build_process_groups
+    from lightning_holmes.plan.placement import Placement
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    groups = build_process_groups(
+        Placement(((0,), (1,))),
+        rank=rank,
+        backend="gloo",
+        device=torch.device("cpu"),
+        timeout=timedelta(seconds=60),
+        pairs=edge_pairs(2, 2),
+    )
+    edges, other = groups.edges, 1 - rank
+    assert edges is not None and groups.data_parallel is None
+    spec = TensorSpec((3,), torch.float32, False)
+    receives = [edges.receive(other, [spec, spec]) for _ in range(3)]
+    for number in range(3):
+        edges.send(other, [torch.full((3,), 10.0 * rank + number), torch.full((3,), -1.0)])
+    edges.send_message(other, 4, {"rank": rank})
+    edges.send_message(other, 5, "x" * 100_000)
+    edges.send_message(other, 4, [rank] * 3)
+    found: list[Any] = [[t.tolist() for t in r.wait()] for r in receives]
+    found += [len(edges.receive_message(other, 5)), edges.receive_message(other, 4), edges.receive_message(other, 4)]
+    edges.finish()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.xdist_group("edges")
+def test_two_ranks_exchange_tensors_and_messages_in_order() -> None:
+    for rank, found in enumerate(launch(2, "test_edges:exchange", timeout_s=90)):
+        other = 1 - rank
+        assert [f[0][0] for f in found[:3]] == [10.0 * other + n for n in range(3)]
+        assert found[3:] == [100_000, {"rank": other}, [other] * 3]
+
+
+def test_local_edges_match_receives_with_sends_in_order_however_they_are_posted() -> None:
+    mailbox = LocalMailbox()
+    first, second = LocalEdges(0, 2, mailbox), LocalEdges(1, 2, mailbox)
+    early = second.receive(0, [])
+    assert not early.ready()
+    for number in range(2):
+        first.send(1, [torch.tensor([number])])
+    late = second.receive(0, [])
+    assert early.ready() and [int(early.wait()[0]), int(late.wait()[0])] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "expected"),
+    [(1, 1, []), (2, 1, [(0, 1), (1, 0)]), (3, 1, [(0, 1), (1, 0), (1, 2), (2, 1)]), (3, 2, 6)],
+)
+def test_pairs_are_those_between_neighbouring_stages(size: int, chunks: int, expected: Any) -> None:
+    pairs = edge_pairs(size, chunks)
+    assert len(pairs) == expected if isinstance(expected, int) else pairs == expected

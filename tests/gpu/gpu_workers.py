@@ -1,0 +1,86 @@
+"""What the GPU tests run in their processes: several NCCL ranks that share one device."""
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import lightning_holmes
+from lightning_holmes.models import GPT
+
+SEQUENCE, GLOBAL_BATCH, STEPS = 32, 8, 4
+
+
+class Windows(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return GLOBAL_BATCH * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class EveryNth(Sampler[int]):
+    """The samples of one replica, so that all replicas together see the global batch in order."""
+
+    def __init__(self, count: int, rank: int, replicas: int) -> None:
+        self.indices = range(rank, count, replicas)
+
+    def __iter__(self) -> Any:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"].detach().clone()
+        self.values.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+
+
+class Data(GPT):
+    """The recipe's GPT with its own loader."""
+
+    def train_dataloader(self) -> Any:
+        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        sampler = EveryNth(GLOBAL_BATCH * STEPS, place["rank"], place["num_replicas"])
+        return DataLoader(Windows(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of each step and final weights on the host."""
+    seed_everything(0)
+    module = Data(hidden_size=64, num_layers=4, num_heads=4, sequence_length=SEQUENCE, tie_embeddings=options["tied"])
+    strategy: Any = "auto"
+    if options["holmes"] is not None:
+        strategy = lightning_holmes.HolmesStrategy(**options["holmes"])
+    losses = Losses()
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]) if options["holmes"] is not None else 1,
+        strategy=strategy,
+        precision=options["precision"],
+        max_epochs=1,
+        use_distributed_sampler=False,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses],
+    )
+    trainer.fit(module)
+    return losses.values, {name: value.float().cpu() for name, value in module.state_dict().items()}
+
+
+def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train(case) for case in cases]

@@ -1,0 +1,71 @@
+"""Parity on CUDA and NCCL, with several ranks on one device.
+
+NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own (NCCL_HOSTID) and
+they talk through sockets on the loopback: the real NCCL path, slow but whole. Baseline: plain Lightning in one
+process on the same GPU. Tolerance: 2e-2 relative on losses in bf16-mixed (8 bits of mantissa, sums in another
+order), 1e-4 in fp32.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch, launch_raw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.xdist_group("gpu"),
+]
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline 2": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+    "pipeline 2, gpipe": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "gpipe"}),
+    "pipeline 2, interleaved": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "num_chunks": 2}),
+    "data 2": (2, {"pipeline_parallel_size": 1}),
+    "pipeline 2 x data 2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "pipeline 4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}),
+}
+TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
+
+
+def ranks_on_one_gpu(rank: int) -> dict[str, str]:
+    return {
+        "NCCL_HOSTID": f"holmes-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("precision", list(TOLERANCES))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_and_weights_equal_those_of_one_process(
+    world_size: int, precision: str, tied: bool, tmp_path: Path
+) -> None:
+    (baseline,) = launch(1, "gpu_workers:train_all", [{"holmes": None, "precision": precision, "tied": tied}])
+    chosen = {name: arguments for name, (size, arguments) in LAYOUTS.items() if size == world_size}
+    cases = [{"holmes": arguments, "precision": precision, "tied": tied} for arguments in chosen.values()]
+    workers = launch_raw(
+        world_size,
+        "gpu_workers:train_all",
+        cases,
+        timeout_s=280,
+        folder=tmp_path,
+        environment=ranks_on_one_gpu,
+    )
+    assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
+    import pickle
+
+    tolerance = TOLERANCES[precision]
+    for rank in range(world_size):
+        results = pickle.loads((tmp_path / f"result{rank}").read_bytes())
+        for name, (losses, weights) in zip(chosen, results, strict=True):
+            assert losses == pytest.approx(baseline[0][0], rel=tolerance), name
+            for key, value in weights.items():
+                close = torch.allclose(value, baseline[0][1][key], rtol=tolerance, atol=tolerance)
+                assert close or precision != "32-true", f"{name}: {key}"

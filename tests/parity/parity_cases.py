@@ -1,0 +1,162 @@
+"""The table of parity cases: which family runs in which layout, by which schedule, in how many microbatches.
+
+    case = CASES["vit-pp2xdp2-gpipe-7in4"]
+    case.fit           what is run in case.fit.world_size processes
+    case.baseline      what must give the same numbers
+    case.tolerance     relative, by name
+
+The table covers every pair of (family, layout, schedule, microbatches) that makes sense, which a test checks.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from parity_models import FAMILIES
+
+FP32 = 1e-5
+BF16_MIXED = 2e-2
+"""Activations of eight bits, and sums over a whole batch that are rounded elsewhere than those over microbatches."""
+BF16_TRUE = 6e-2
+"""Likewise, and weights of eight bits, rounded at each step."""
+
+LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
+"""Pipeline ranks and replicas."""
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+MICROBATCHES = ("1", "2", "4", "7in4")
+"""Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """HolmesStrategy's arguments."""
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    num_microbatches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One Trainer.fit. ``layout`` None is plain Lightning; ``batch_size`` is that of all replicas together."""
+
+    family: str
+    num_layers: int = 5
+    batch_size: int = 8
+    layout: Layout | None = None
+    precision: str = "32-true"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    limit_train_batches: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return 1 if self.layout is None else self.layout.pipeline_parallel_size * self.layout.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fit, the fit that it must equal, and how closely. ``levels`` are the factors of the cover."""
+
+    fit: Fit
+    baseline: Fit
+    tolerance: float
+    levels: tuple[str, ...] = field(default=())
+
+
+def baseline_of(fit: Fit) -> Fit:
+    """What must give the numbers of ``fit``.
+
+    Plain Lightning on whole batches; on microbatches as batches, if the module's numbers depend on which samples are
+    together (batch normalisation); and HolmesStrategy without a pipeline if the module draws random numbers, which
+    are seeded by replica and microbatch there.
+    """
+    family = FAMILIES[fit.family]
+    assert fit.layout is not None
+    if family.draws:
+        layout = replace(fit.layout, pipeline_parallel_size=1, schedule="1f1b", num_chunks=1)
+        return replace(fit, layout=layout)
+    if family.microbatch_is_batch:
+        parts = fit.layout.num_microbatches
+        assert fit.limit_train_batches is not None and fit.batch_size % parts == 0
+        return replace(
+            fit,
+            layout=None,
+            batch_size=fit.batch_size // parts,
+            accumulate_grad_batches=parts,
+            limit_train_batches=fit.limit_train_batches * parts,
+        )
+    return replace(fit, layout=None)
+
+
+def make_case(
+    family: str, layout: tuple[int, int], schedule: str, microbatches: str, **options: object
+) -> tuple[str, Case]:
+    """A case and its name."""
+    pipeline, replicas = layout
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    parts = 4 if microbatches == "7in4" else int(microbatches)
+    fit = Fit(
+        family=family,
+        num_layers=8 if pipeline * chunks > 5 else 5,
+        batch_size=7 * replicas if microbatches == "7in4" else 8,
+        layout=Layout(
+            pipeline_parallel_size=pipeline,
+            data_parallel_size=replicas,
+            schedule=schedule,
+            num_chunks=chunks,
+            num_microbatches=parts,
+        ),
+        **options,  # type: ignore[arg-type]
+    )
+    name = f"{family}-pp{pipeline}xdp{replicas}-{schedule}-{microbatches}"
+    name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
+    tolerance = {"32-true": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE}[fit.precision]
+    levels = (
+        () if set(options) - {"limit_train_batches"} else (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches)
+    )
+    return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance, levels=levels)
+
+
+def make_cases() -> dict[str, Case]:
+    """All cases by name."""
+    cases = []
+    for row, (name, family) in enumerate(FAMILIES.items()):
+        for column, layout in enumerate(LAYOUTS):
+            if layout[1] not in family.data_parallel_sizes or (family.draws and layout[0] == 1):
+                continue
+            microbatches = MICROBATCHES[(row + column) % len(MICROBATCHES)]
+            schedule = "1f1b" if layout[0] == 1 else SCHEDULES[(row + row // 4 + column) % len(SCHEDULES)]
+            if family.microbatch_is_batch:
+                microbatches = "4" if layout == (2, 1) else "2"
+                cases.append(make_case(name, layout, schedule, microbatches, limit_train_batches=2))
+            else:
+                cases.append(make_case(name, layout, schedule, microbatches))
+    for place, (name, options) in enumerate(OPTIONS):
+        for column, layout in enumerate(((2, 1), (2, 2), (4, 1))):
+            schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
+            microbatches = MICROBATCHES[(place + place // 4 + column) % len(MICROBATCHES)]
+            cases.append(make_case(name, layout, schedule, microbatches, **options))
+    return dict(cases)
+
+
+OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("gpt_tied", {"gradient_clip_val": 0.2}),
+    ("frozen_start", {"gradient_clip_val": 0.2}),
+    ("dit", {"gradient_clip_val": 0.2}),
+    ("vit", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    ("llama_ragged", {"accumulate_grad_batches": 2}),
+    ("gpt_tied", {"accumulate_grad_batches": 2}),
+    ("gpt", {"precision": "bf16-mixed"}),
+    ("gpt2_tied", {"precision": "bf16-mixed"}),
+    ("llama_ragged", {"precision": "bf16-true"}),
+    ("vit", {"precision": "bf16-true"}),
+)
+CASES = make_cases()
+REFUSED_FITS = {
+    "skip": Fit(family="skip", layout=Layout(pipeline_parallel_size=2, num_microbatches=2)),
+    "router_loss": Fit(family="router_loss", layout=Layout(pipeline_parallel_size=2, num_microbatches=2)),
+}
