@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import MetricValue
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -61,6 +63,7 @@ class CheckReport:
     tolerance: float
     rows: list[Difference] = field(default_factory=list)
     refused: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -92,6 +95,8 @@ class CheckReport:
             else f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
         )
         console.print(verdict, highlight=False)
+        for note in self.notes:
+            console.print(f"[yellow]note[/]: {escape(note)}", highlight=False)
 
     def _shown(self) -> list[Difference]:
         bad = [row for row in self.rows if not row.ok]
@@ -159,6 +164,10 @@ def check(
         stages = make_partition(partition, structure.num_layers, pipeline_parallel_size * num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages)
+        if num_microbatches > 1 and "training_step" in names:
+            arguments = (0,) * (admission.step_arguments(module, "training_step") - 1)
+            note = describe_batch_dependence(module, batch, arguments, splitter)
+            report.notes += [] if note is None else [note]
         for name in names:
             count = num_microbatches if name == "training_step" else 1
             plain = _Cast(module, structure, Partition((structure.num_layers,)), 1, "gpipe", 1, splitter)

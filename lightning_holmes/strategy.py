@@ -31,7 +31,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,8 +48,9 @@ from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
-from lightning_holmes.pipeline.replay import replay, warn_about
+from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -245,6 +246,7 @@ class HolmesStrategy(ParallelStrategy):
             self._topology = Topology.single_cluster(self.num_nodes, max(1, self.world_size // self.num_nodes))
         else:
             self._topology = Topology.from_yaml(argument)
+        self._compare_ranks(self._argument_facts())
         size = self._pipeline_parallel_size
         size = len(self._topology.clusters) if size == "auto" else size
         self._placement = make_placement(self._topology, world_size=self.world_size, pipeline_parallel_size=size)
@@ -271,8 +273,8 @@ class HolmesStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None and self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._agree(lambda: admission.check_module(module, trainer, self.precision_plugin, fitting=fitting))
-        self._compare_ranks()
+        admission.check_module(module, trainer, self.precision_plugin, fitting=fitting)
+        self._compare_ranks(self._module_facts(module))
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._broadcast_module()
@@ -290,7 +292,7 @@ class HolmesStrategy(ParallelStrategy):
         self._print_plan()
         if fitting:
             self.setup_optimizers(trainer)
-            self._agree(lambda: admission.check_optimizers(self.optimizers))
+            admission.check_optimizers(self.optimizers)
             self._group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
         if fitting and structure is not None:
             self._summarise_whole_module(trainer)
@@ -321,44 +323,41 @@ class HolmesStrategy(ParallelStrategy):
         self._same_random_state()
         self._state.watch()
 
-    def _agree(self, check: Callable[[], None]) -> None:
-        """Run a check that raises alike on all ranks."""
-        check()
-
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, facts: Mapping[str, str]) -> None:
         """Stop if ranks run different software, arguments or modules, naming the difference."""
-        if self.world_size == 1:
-            return
-        assert self.lightning_module is not None
-        facts: dict[str, Any] = {
+        if self.world_size > 1:
+            everyone: list[Any] = [None] * self.world_size
+            dist.all_gather_object(everyone, facts)
+            admission.compare_facts(everyone)
+
+    def _argument_facts(self) -> dict[str, str]:
+        """Versions and arguments: compared before groups are built, which differing ones would make hang."""
+        arguments = {
+            "topology": self._topology.to_yaml() if self._topology is not None else "",
+            "pipeline_parallel_size": self._pipeline_parallel_size,
+            "num_microbatches": self._num_microbatches,
+            "eval_num_microbatches": self._eval_num_microbatches,
+            "schedule": self._schedule,
+            "num_chunks": self._num_chunks,
+            "partition": self._partition,
+            "layers": self._layers,
+            "broadcast_batch": self._broadcast_batch,
+            "process_group_backend": self._process_group_backend,
+        }
+        return {
             "lightning_holmes": __version__,
             "torch": str(torch.__version__),
             "lightning": str(lightning.__version__),
             "Python": ".".join(platform.python_version_tuple()[:2]),
-            "module": type(self.lightning_module).__qualname__,
-        }
-        topology = self._topology.to_yaml() if self._topology is not None else ""
-        facts |= {
-            f"HolmesStrategy({name}=)": repr(value)
-            for name, value in {
-                "topology": topology,
-                "pipeline_parallel_size": self._pipeline_parallel_size,
-                "num_microbatches": self._num_microbatches,
-                "eval_num_microbatches": self._eval_num_microbatches,
-                "schedule": self._schedule,
-                "num_chunks": self._num_chunks,
-                "partition": self._partition,
-                "layers": self._layers,
-                "broadcast_batch": self._broadcast_batch,
-            }.items()
-        }
-        for name, parameter in self.lightning_module.named_parameters():
+        } | {f"HolmesStrategy({name}=)": repr(value) for name, value in arguments.items()}
+
+    def _module_facts(self, module: "pl.LightningModule") -> dict[str, str]:
+        facts = {"module": type(module).__qualname__}
+        for name, parameter in module.named_parameters():
             kind = str(parameter.dtype).removeprefix("torch.")
             frozen = "" if parameter.requires_grad else ", frozen"
             facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{frozen}"
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, facts)
-        admission.compare_facts(everyone)
+        return facts
 
     def _broadcast_module(self) -> None:
         """Give all ranks rank 0's weights, buffers and seed, so that replicas never start unequal."""
@@ -423,7 +422,6 @@ class HolmesStrategy(ParallelStrategy):
                 self._check_batch_size(size)
             context = functools.partial(self._step_context, step_name)
             small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
-            small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
             arguments = (small, *([0] * (admission.step_arguments(module, step_name) - 1)))
             try:
                 found = trace_step(module, step_name, arguments, layers=layers, context=context)
@@ -431,9 +429,17 @@ class HolmesStrategy(ParallelStrategy):
                 if alone:
                     return None, batch_size
                 raise
+            if training and not alone and size > 1 and self._num_microbatches != 1:
+                self._warn_of_batch_dependence(batch, arguments[1:], context)
             structure = found if structure is None else structure.merged(found)
             layers = structure.layers
         return structure, batch_size
+
+    def _warn_of_batch_dependence(self, batch: Any, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
+        assert self.lightning_module is not None
+        reason = describe_batch_dependence(self.lightning_module, batch, arguments, self._splitter, context=context)
+        if reason is not None:
+            rank_zero_warn(reason)
 
     def _check_batch_size(self, batch_size: int) -> None:
         wanted = self._num_microbatches
@@ -509,8 +515,6 @@ class HolmesStrategy(ParallelStrategy):
         assert self._pipeline is not None and self._plan is not None and self.lightning_module is not None
         if self.global_rank != 0:
             return
-        if self._plan.num_microbatches > 1:
-            warn_about(self.lightning_module)
         counts = None
         structure = self._pipeline.structure
         if structure is not None:
@@ -874,6 +878,7 @@ class HolmesStrategy(ParallelStrategy):
         self._failed = True
         if self._watch is not None:
             self._watch.report(exception)
+            self._watch = None
 
     def teardown(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed."""
@@ -889,7 +894,7 @@ class HolmesStrategy(ParallelStrategy):
             self._grad_buffer.close()
             self._grad_buffer = None
         self._driver = self._state = None
-        if self._watch is not None and not self._failed:
+        if self._watch is not None:
             self._watch.stop()
             self._watch = None
         super().teardown()

@@ -48,6 +48,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module drops values at random in training, in any number of dimensions."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd)
+
+
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows when a tensor is changed in place; inference tensors count none and give their address."""
     return tensor.data_ptr() if tensor.is_inference() else tensor._version

@@ -58,6 +58,11 @@ def test_batch_norms_are_told_from_other_norms() -> None:
     assert not torch_private.is_batch_norm(nn.LayerNorm(3)) and not torch_private.is_batch_norm(nn.GroupNorm(1, 3))
 
 
+def test_dropouts_are_known() -> None:
+    assert torch_private.is_dropout(nn.Dropout()) and torch_private.is_dropout(nn.Dropout2d())
+    assert not torch_private.is_dropout(nn.ReLU())
+
+
 def test_versions_grow_with_changes_in_place() -> None:
     x = torch.ones(3)
     before = torch_private.tensor_version(x)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -22,7 +21,6 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.batch import weighted_mean
 from lightning_holmes.pipeline.stage import StageRun
 from lightning_holmes.pipeline.structure import BEFORE
-from lightning_holmes.torch_private import is_batch_norm
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -75,6 +73,8 @@ class LogRecorder:
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = self._run
         assert run is not None, "self.log recorded outside a stage's run"
+        if run.cut:  # a `finally:` on the way out; the last stage logs it
+            return
         position = run.position
         if position == self.num_layers - 1:
             position = self.num_layers
@@ -131,8 +131,9 @@ def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float],
     arguments = dict(first.arguments)
     given = [c.arguments.get("batch_size") for c in calls]
     if all(g is not None for g in given):
-        # counts add up; a constant given for each microbatch grows alike for every batch, which moves no mean
-        arguments["batch_size"] = sum(int(g) for g in given)  # type: ignore[arg-type, misc]
+        # counts of samples or tokens add up; a plain 1 says that each batch counts once
+        once = all(g == 1 for g in given) and any(sizes[c.microbatch] > 1 for c in calls)
+        arguments["batch_size"] = 1 if once else sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
     else:
         call_weights = [weights[c.microbatch] for c in calls]
@@ -237,17 +238,3 @@ def _quiet_sync(metric: Any) -> Iterator[None]:
         yield
     finally:
         metric._to_sync = should
-
-
-def warn_about(module: LightningModule) -> list[str]:
-    """Warnings for what cannot equal a whole batch under any splitting into microbatches."""
-    norms = [n for n, m in module.named_modules() if is_batch_norm(m)]
-    if not norms:
-        return []
-    shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")
-    message = (
-        f"{type(module).__name__} has batch normalisation ({shown}): its statistics run over a microbatch, so results "
-        f"equal those of plain Lightning with the microbatch as batch, not with the whole batch"
-    )
-    rank_zero_warn(message)
-    return [message]

@@ -38,7 +38,7 @@ def test_explicit_batch_sizes_weigh_and_add_up() -> None:
     assert float(merged.value) == pytest.approx(1.75) and merged.arguments["batch_size"] == 40
 
 
-def test_a_constant_batch_size_that_is_not_the_microbatchs_stays_constant() -> None:
+def test_a_batch_size_of_one_for_many_samples_stays_one() -> None:
     calls = [call("v", 1.0, 0, batch_size=1), call("v", 2.0, 1, batch_size=1)]
     (merged,) = merge_calls(calls, [4, 4], [4.0, 4.0], "M")
     assert merged.arguments["batch_size"] == 1
