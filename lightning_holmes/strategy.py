@@ -375,25 +375,19 @@ class HolmesStrategy(ParallelStrategy):
 
     def _learn(self, trainer: "pl.Trainer") -> tuple[ModuleStructure | None, int | None]:
         """Trace the steps that will run, on rank 0; returns the structure and the size of a training batch."""
-        assert self._placement is not None and self.lightning_module is not None
-        pipeline_size = self._placement.pipeline_parallel_size
         samples = admission.sample_batches(trainer, self.root_device)
         answer: list[Any] = [None]
         if self.global_rank == 0:
             try:
                 with preserved_random_state(self.root_device):
                     answer = [self._trace(samples)]
-            except Exception as exception:
-                if pipeline_size > 1 and not isinstance(exception, HolmesError):
-                    raise
-                answer = [exception]
+            except HolmesError as refusal:
+                answer = [refusal]
         if self.world_size > 1:
             dist.broadcast_object_list(answer, 0)
         (result,) = answer
-        if isinstance(result, Exception):
-            if pipeline_size > 1 or not isinstance(result, HolmesError):
-                raise result
-            return None, None
+        if isinstance(result, HolmesError):
+            raise result
         structure, batch_size = result
         return structure, batch_size
 
