@@ -116,12 +116,7 @@ def check_module(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Pr
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need to see the whole model at once, or several of them."""
-    if len(optimizers) > 1:
-        raise UnsupportedModuleError(
-            f"configure_optimizers returned {len(optimizers)} optimizers "
-            f"({', '.join(type(o).__name__ for o in optimizers)}); return one, with a parameter group for each"
-        )
+    """Refuse optimizers that need to see the whole model at once."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedModuleError(
@@ -187,12 +182,10 @@ def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any
     samples: dict[str, Any] = {}
     if fn == TrainerFn.FITTING:
         loop = trainer.fit_loop
-        loop.setup_data()
-        if loop._combined_loader is not None and loop.max_batches:
-            samples["training_step"] = _first_batch(loop._combined_loader, device)
-            assert loop._data_fetcher is not None
-            with preserved_random_state(device):
-                iter(loop._data_fetcher)  # it has been made, and has drawn its seed, when the loop was set up
+        with preserved_random_state(device):
+            loop.setup_data()
+            if loop._combined_loader is not None and loop.max_batches:
+                samples["training_step"] = _first_batch(loop._combined_loader, device)
         if trainer.enable_validation:
             trainer.validating = True
             validation = loop.epoch_loop.val_loop
@@ -205,6 +198,10 @@ def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any
             # states of loaders are read when Lightning sets its data up, which it must do again after loading
             loop._combined_loader = None
             loop._data_fetcher = None
+        elif "training_step" in samples:
+            # as Lightning does at the end of its set-up: draws the seeds of the first epoch
+            assert loop._data_fetcher is not None
+            iter(loop._data_fetcher)
         return samples
     evaluation: Any = {
         TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
@@ -220,15 +217,15 @@ def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any
 
 
 def _first_batch(combined_loader: Any, device: torch.device) -> Any:
-    for loader in combined_loader.flattened:
-        if iter(loader) is loader:
-            raise ConfigurationError(
-                f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a pipeline "
-                f"looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
-            )
     limits, combined_loader.limits = combined_loader.limits, None
     try:
-        with preserved_random_state(device):
+        with preserved_random_state(device):  # even making an iterator draws a seed
+            for loader in combined_loader.flattened:
+                if iter(loader) is loader:
+                    raise ConfigurationError(
+                        f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a "
+                        f"pipeline looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
+                    )
             batch, _, _ = next(iter(combined_loader))
     except StopIteration:
         raise ConfigurationError(

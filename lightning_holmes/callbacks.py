@@ -259,3 +259,7 @@ class ModuleStateSync(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_end(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # before other callbacks, which may save a checkpoint here and wait for ranks that know nothing of it
+        trainer.strategy.on_exception(exception)

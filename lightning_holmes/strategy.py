@@ -42,7 +42,7 @@ from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.mesh import ProcessGroups, build_process_groups, edge_pairs, join_shared
-from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.clip import global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
@@ -619,7 +619,16 @@ class HolmesStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's own advice, manual optimization, is no way out here
+            raise UnsupportedModuleError(
+                f"{type(self.lightning_module).__name__}.configure_optimizers returned several optimizers; return one, "
+                f"with a parameter group for each"
+            ) from None
 
     def model_to_device(self) -> None:
         assert self.model is not None

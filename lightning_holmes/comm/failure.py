@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from lightning_holmes.errors import RemoteError
 
-_KEY = "holmes/failure"
-_SEEN_KEY = "holmes/failure/seen"
+_KEY = "failure"
+_FIRST_KEY = "first"
+_SEEN_KEY = "seen"
 _NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
 _POLL_S = 1.0
 _GRACE_S = 8.0
@@ -34,29 +35,36 @@ class FailureWatch:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store: Any = store.clone() if hasattr(store, "clone") else store
+        store = store.clone() if hasattr(store, "clone") else store
+        # ranks start the same runs in the same order, so each counts for itself and all have the same number
+        run = store.add(f"holmes/runs/{rank}", 1)
+        self._store: Any = dist.PrefixStore(f"holmes/run/{run}", store)
         self._rank = rank
         self._world_size = world_size
         self._stop = threading.Event()
-        self._reported = False
+        self._noticed = False
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
     def report(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one ends. The first report of a job stands."""
-        if self._reported or isinstance(exception, RemoteError):
-            return
-        self._reported = True
-        text = "".join(traceback.format_exception(exception))
-        try:
-            if not self._store.check([_KEY]):
+        """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands."""
+        with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
+            if isinstance(exception, RemoteError) or self._store.add(_FIRST_KEY, 1) > 1:
+                self._notice()
+            else:
                 line = f"{type(exception).__name__}: {exception}"
+                text = "".join(traceback.format_exception(exception))
                 self._store.set(_KEY, json.dumps([self._rank, line, text]))
                 end = time.monotonic() + _NOTICE_S
                 while self._store.add(_SEEN_KEY, 0) < self._world_size - 1 and time.monotonic() < end:
                     time.sleep(0.05)
-        except Exception:
-            pass  # the store's own rank is gone; nobody is left to tell
+        self.stop()
+
+    def _notice(self) -> None:
+        """Tell the rank that failed first, which waits for it, that this one knows."""
+        if not self._noticed:
+            self._noticed = True
+            self._store.add(_SEEN_KEY, 1)
 
     def cause(self, wait_s: float = 0.0) -> tuple[int, str, str] | None:
         """(rank, one line, traceback) of the failure that was reported first, if any."""
@@ -92,7 +100,7 @@ class FailureWatch:
             if cause is None or cause[0] == self._rank:
                 continue
             with contextlib.suppress(Exception):
-                self._store.add(_SEEN_KEY, 1)
+                self._notice()
             if self._stop.wait(_GRACE_S):
                 return
             print(

@@ -1,0 +1,225 @@
+"""Mistakes of users, one after the other in the same processes: each must raise alike on every rank."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from strategy_cases import Block, Classifier, Setting, build, samples
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_holmes.strategy
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class NoList(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.second(self.first(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.head.parameters(), 0.1), torch.optim.Adam(self.blocks.parameters(), 0.1)], []
+
+
+class NeverReaches(Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x))
+
+
+class PassesTwice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self(batch[0]), self(batch[0] * 2))
+
+
+class Bypasses(Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.blocks[0](self.stem(x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x + first)
+
+
+class Reentrant(Classifier):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class OtherShape(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Block() if RANK == 0 else nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+class SometimesNone(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        return None if batch_idx == 1 else loss
+
+
+class GathersInStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.all_gather(loss)
+        return loss
+
+
+def _fit(
+    setting: Setting, module: Any = Classifier, data: Any = None, trainer: dict[str, Any] | None = None, **holmes: Any
+) -> None:
+    setting.holmes = {"pipeline_parallel_size": 2, "num_microbatches": 2} | holmes
+    model = build(module) if isinstance(module, type) else module()
+    setting.trainer(max_epochs=1, **(trainer or {})).fit(model, data or DataLoader(samples(), 8))
+
+
+def _topology(setting: Setting, text: str) -> None:
+    path = setting.folder / f"topology{RANK}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    _fit(setting, topology=str(path))
+
+
+def _other_version(setting: Setting) -> None:
+    own = lightning_holmes.strategy.__version__
+    lightning_holmes.strategy.__version__ = own if RANK == 0 else "0.0.1"
+    try:
+        _fit(setting)
+    finally:
+        lightning_holmes.strategy.__version__ = own
+
+
+_GOOD = "clusters:\n  - name: a\n    hosts:\n      - {name: x, devices: 1}\n"
+
+# name: what to do, then words that the error must hold
+CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "no layer list": (lambda s: _fit(s, NoList), ("NoList", "nn.ModuleList", "pipeline_parallel_size=1")),
+    "wrong name": (lambda s: _fit(s, layers="model.layers"), ("model.layers", "blocks (4 layers", "M parameters")),
+    "no list by that name": (lambda s: _fit(s, layers="stem"), ("stem", "Linear", "blocks (4 layers")),
+    "too few layers": (lambda s: _fit(s, num_chunks=3), ("4", "6", "stages")),
+    "not divisible": (lambda s: _fit(s, pipeline_parallel_size=3), ("pipeline_parallel_size=3", "2")),
+    "partition": (lambda s: _fit(s, partition=[3, 2]), ("[3, 2]", "5", "4")),
+    "partition of three": (lambda s: _fit(s, partition=[1, 1, 2]), ("[1, 1, 2]", "3", "2")),
+    "schedule": (lambda s: _fit(s, schedule="dualpipe"), ("dualpipe", "1f1b", "interleaved_1f1b")),
+    "microbatches": (lambda s: _fit(s, num_microbatches=9), ("num_microbatches=9", "8")),
+    "manual": (lambda s: _fit(s, Manual), ("Manual", "automatic_optimization")),
+    "two optimizers": (
+        lambda s: _fit(s, TwoOptimizers),
+        ("TwoOptimizers", "several optimizers", "a parameter group for each"),
+    ),
+    "compiled": (lambda s: _fit(s, lambda: torch.compile(build())), ("avoid passing in compiled model",)),
+    "never reaches": (lambda s: _fit(s, NeverReaches), ("NeverReaches", "blocks", "never")),
+    "passes twice": (lambda s: _fit(s, PassesTwice), ("PassesTwice", "twice")),
+    "bypass": (lambda s: _fit(s, Bypasses), ("blocks", "layer 0", "after the last layer")),
+    "reentrant": (lambda s: _fit(s, Reentrant), ("Reentrant", "use_reentrant=False")),
+    "topology key": (lambda s: _topology(s, _GOOD + "colour: red\n"), ("colour", "line 5")),
+    "topology value": (lambda s: _topology(s, _GOOD.replace("devices: 1", "devices: -1")), ("devices", "-1", "line 4")),
+    "topology size": (lambda s: _topology(s, _GOOD), ("1", "2")),
+    "topology missing": (lambda s: _fit(s, topology="nowhere.yaml"), ("nowhere.yaml",)),
+    "other arguments": (lambda s: _fit(s, num_microbatches=2 + RANK), ("num_microbatches", "rank 0", "rank 1")),
+    "other pipeline size": (
+        lambda s: _fit(s, pipeline_parallel_size=2 - RANK),
+        ("pipeline_parallel_size", "rank 0", "rank 1"),
+    ),
+    "other version": (_other_version, ("lightning_holmes", "0.0.1", "rank 1")),
+    "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
+    "other class": (lambda s: _fit(s, Classifier if RANK == 0 else Reentrant), ("Classifier", "Reentrant")),
+    "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
+    "nothing wrong": (_fit, ()),
+}
+
+
+def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
+    """What each case raised (type and message, or None), and its seconds."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in payload["cases"]:
+        started = time.monotonic()
+        setting = Setting(Path(payload["folder"]) / name.replace(" ", "_"))
+        try:
+            CASES[name][0](setting)
+            results[name] = None, "", time.monotonic() - started
+        except Exception as exception:
+            results[name] = type(exception).__name__, str(exception), time.monotonic() - started
+        print("CASE", name, results[name], flush=True)
+    return results
+
+
+# failures of one rank
+
+
+class Failing(Classifier):
+    """Fails at ``where`` in the third batch, on one rank only."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def fail(self, where: str, batch_idx: int, rank: int) -> None:
+        if self.where == where and batch_idx == 2 and rank == RANK:
+            if where == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError(f"planned failure: {where}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("before the layers", batch_idx, 0)
+        self.fail("killed", batch_idx, 1)
+        logits = self(batch[0])
+        self.fail("after the layers", batch_idx, 1)
+        if self.where == "no loss" and batch_idx == 2:
+            return None
+        return F.cross_entropy(logits, batch[1])
+
+
+class FailingCallback(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.fail("callback", batch_idx, 1)
+
+
+class FailingData(Dataset[Any]):
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if self.where == "data loader" and index == 20 and RANK == 1:
+            raise ZeroDivisionError("planned failure: data loader")
+        x, y = samples(64)[index]
+        return (x + 1 if self.where == "different data" and index == 20 and RANK == 1 else x), y
+
+
+def fail(payload: dict[str, Any]) -> None:
+    """Train until the planned failure; the exception ends the process as in a user's script."""
+    torch.set_num_threads(1)
+    where = payload["where"]
+    setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})
+    keep = ModelCheckpoint(Path(payload["folder"]) / "saved", save_on_exception=True)
+    trainer = setting.trainer(callbacks=[FailingCallback(), keep], enable_checkpointing=True)
+    model = build(Failing, where)
+    print("BEGINS", time.time(), flush=True)
+    trainer.fit(model, DataLoader(FailingData(where), 8))

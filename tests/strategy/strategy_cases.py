@@ -1,0 +1,862 @@
+"""Small trainings that use Lightning's features, each run plainly and by the strategy on every rank.
+
+A case is a function of a :class:`Setting` that returns plain data (numbers, lists, tensors); what plain Lightning
+returns in one process is what every rank must return.
+"""
+
+import csv
+import math
+import os
+import random
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+)
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+
+from lightning_holmes import HolmesStrategy
+
+warnings.filterwarnings("ignore")
+
+
+class Recorder(Logger):
+    """Keeps what is logged, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @property
+    def experiment(self) -> Any:
+        return DummyExperiment()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((step or 0, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@dataclass
+class Setting:
+    """Where a case runs: plainly (``holmes`` is None) or by the strategy, and with how many replicas."""
+
+    folder: Path
+    holmes: dict[str, Any] | None = None
+    replicas: int = 1
+    recorder: Recorder = field(default_factory=Recorder)
+    current: pl.Trainer | None = None
+
+    def trainer(self, **options: Any) -> pl.Trainer:
+        self.recorder = Recorder()
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 2,
+            "logger": self.recorder,
+            "log_every_n_steps": 1,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": self.folder,
+        }
+        if self.holmes is not None:
+            defaults["strategy"] = HolmesStrategy(**self.holmes)
+            defaults["devices"] = int(os.environ["WORLD_SIZE"])
+            defaults["use_distributed_sampler"] = False
+        self.current = pl.Trainer(**(defaults | options))
+        return self.current
+
+    def loader(self, data: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+        """``batch_size`` counts the samples of all replicas, which divide each batch among them."""
+        if self.replicas > 1:
+            options["sampler"] = Share(self, len(data))
+        return DataLoader(data, batch_size // self.replicas, **options)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.holmes is None else int(os.environ["RANK"])
+
+
+class Share(Sampler[int]):
+    """Every n-th sample in order; Lightning's own sampler would shuffle."""
+
+    def __init__(self, setting: Setting, length: int) -> None:
+        assert length % setting.replicas == 0
+        self.setting = setting
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length // self.setting.replicas
+
+    def __iter__(self) -> Any:
+        assert self.setting.current is not None
+        strategy = self.setting.current.strategy
+        assert isinstance(strategy, HolmesStrategy)
+        return iter(range(strategy.data_parallel_rank, self.length, self.setting.replicas))
+
+
+def samples(count: int = 24, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 8, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 0.5).long())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Classifier(pl.LightningModule):
+    """Four layers between a stem and a head; three classes."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch)[0], sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+
+def build(cls: type[pl.LightningModule] = Classifier, *args: Any, **kwargs: Any) -> Any:
+    pl.seed_everything(7, verbose=False)
+    return cls(*args, **kwargs)
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {k: float(v) for k, v in metrics.items()}
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in module.state_dict().items()}
+
+
+def outcome(setting: Setting, trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
+    return {
+        "lines": list(setting.recorder.lines),
+        "callback_metrics": numbers(trainer.callback_metrics),
+        "logged_metrics": numbers(trainer.logged_metrics),
+        "progress_bar_metrics": numbers(trainer.progress_bar_metrics),
+        "weights": weights(module),
+        "step": trainer.global_step,
+    }
+
+
+# logs
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("mean_input", x.mean(), sync_dist=True)
+        self.log("before_max", x.max(), reduce_fx="max", on_step=True, on_epoch=True, sync_dist=True)
+        loss, logits = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        self.log("both", loss * 2, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.log("epoch_only", loss.detach() + 1, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("lowest", logits.min(), reduce_fx=torch.min, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("total", (logits.argmax(1) == y).float().sum(), reduce_fx="sum", on_epoch=True, sync_dist=True)
+        self.log_dict({"a": loss.item() * 3, "b": logits.pow(2).mean()}, prog_bar=True, sync_dist=True)
+        self.log("constant", 2.5)
+        self.log("no_logger", loss, logger=False, sync_dist=True)
+        return {"loss": loss, "other": logits.detach().mean()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, logits = self.loss(batch)
+        self.log_dict({"val_loss": loss, "val_b": logits.pow(2).mean()}, sync_dist=True)
+        self.log("val_sum", logits.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("val_step", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_number", float(self.current_epoch))
+
+
+def case_logs(setting: Setting) -> Any:
+    module = build(Logs)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    return outcome(setting, trainer, module)
+
+
+class Unsynchronised(Logs):
+    """The same logs without sync_dist, as people write them for one device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("sum", logits.sum(), reduce_fx="sum", on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch)[0])
+
+
+def case_logs_without_sync(setting: Setting) -> Any:
+    module = build(Unsynchronised)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples(22)), setting.loader(samples(13, 1)))
+    return outcome(setting, trainer, module)
+
+
+class Metrics(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        self.mean = torchmetrics.MeanMetric()
+        self.by_hand = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        self.correlation = torchmetrics.PearsonCorrCoef()
+        self.area = torchmetrics.AUROC(task="multiclass", num_classes=3)
+        self.collection = torchmetrics.MetricCollection(
+            [
+                torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"),
+                torchmetrics.Precision(task="multiclass", num_classes=3, average="macro"),
+            ],
+            prefix="val_",
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.mean(loss.detach(), weight=len(batch[0]))
+        self.log("mean_loss", self.mean, on_step=True, on_epoch=True, prog_bar=True)
+        self.by_hand.update(logits, batch[1])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("by_hand", self.by_hand.compute())
+        self.by_hand.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.area.update(logits.softmax(1), batch[1])
+        self.log("area", self.area, on_epoch=True)
+        self.correlation.update(logits[:, 0], batch[0][:, 0])
+        self.log("correlation", self.correlation, on_step=False, on_epoch=True)
+        self.collection.update(logits, batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.collection.compute())
+        self.collection.reset()
+
+
+class CollectionOnStep(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torchmetrics.MetricCollection(
+            {
+                "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
+                "recall": torchmetrics.Recall(task="multiclass", num_classes=3, average="macro"),
+            }
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.scores(logits, batch[1])
+        self.log_dict(self.scores, on_step=True, on_epoch=True)
+        return loss
+
+
+def case_metrics(setting: Setting) -> Any:
+    module = build(Metrics)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    first = outcome(setting, trainer, module)
+    return first | {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
+
+
+def case_metric_collection(setting: Setting) -> Any:
+    module = build(CollectionOnStep)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples()))
+    return outcome(setting, trainer, module)
+
+
+# what steps leave on the module
+
+
+class Collects(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validation_outputs: list[torch.Tensor] = []
+        self.train_losses: list[float] = []
+        self.seen: list[float] = []
+        self.norms: list[float] = []
+        self.epochs: list[Any] = []
+        self.table: dict[str, list[float]] = {"loss": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.last_loss = loss.detach()
+        self.last_logits = logits.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+        self.log("from_hook", self.last_logits.mean())
+        self.train_losses.append(float(self.last_loss))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(self.last_logits.abs().max()))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(sum(self.train_losses[-3:]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.validation_outputs.append(logits.argmax(1))
+        self.table["loss"].append(loss.item())
+        return logits
+
+    def on_validation_epoch_end(self) -> None:
+        predictions = torch.cat(self.validation_outputs)
+        self.log("share_of_0", (predictions == 0).float().mean())
+        self.log("val_loss", sum(self.table["loss"]) / len(self.table["loss"]))
+        self.epochs.append(len(predictions))
+        self.validation_outputs.clear()
+        self.table["loss"].clear()
+
+
+def case_collects(setting: Setting) -> Any:
+    module = build(Collects)
+    trainer = setting.trainer(limit_val_batches=1.0)
+    # one microbatch: what is assigned, not appended, would be the last microbatch's
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    return outcome(setting, trainer, module) | {
+        "seen": module.seen,
+        "epochs": module.epochs,
+        "norms": module.norms,
+        "losses": module.train_losses,
+    }
+
+
+# callbacks
+
+
+class Drops(Classifier):
+    """A validation loss that falls and then rises by itself, so that stopping has something to see."""
+
+    curve = (3.0, 2.0, 1.0, 1.5, 1.6, 1.7, 0.1, 0.1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, _ = self.loss(batch)
+        self.log("val_loss", loss * 0 + self.curve[self.current_epoch], sync_dist=True)
+        self.log("true_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def case_callbacks(setting: Setting) -> Any:
+    module = build(Drops)
+    keep = ModelCheckpoint(
+        setting.folder / "best", filename="{epoch}-{true_loss:.4f}", monitor="true_loss", save_top_k=2, save_last=True
+    )
+    stop = EarlyStopping("val_loss", patience=2)
+    trainer = setting.trainer(
+        max_epochs=8, callbacks=[keep, stop, LearningRateMonitor()], enable_checkpointing=True, logger=True
+    )
+    recorder = Recorder()
+    trainer.loggers = [recorder]
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    setting.recorder = recorder
+    return outcome(setting, trainer, module) | {
+        "best": Path(keep.best_model_path).name,
+        "score": float(keep.best_model_score),
+        "kth": sorted(Path(p).name for p in keep.best_k_models),
+        "last": Path(keep.last_model_path).name,
+        "stopped": stop.stopped_epoch,
+        "epoch": trainer.current_epoch,
+        "files": sorted(p.name for p in (setting.folder / "best").glob("*.ckpt")),
+    }
+
+
+class Counting(Callback):
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.counts["train_start"] += 1
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.counts["batch_start"] += len(batch[0])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counts["batch_end"] += 1
+        self.losses.append(float(outputs["loss"]))
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.counts["zero_grad"] += 1
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.counts["optimizer_step"] += 1
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.counts[f"val_batch_{dataloader_idx}"] += 1
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.counts["val_epoch"] += 1
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.counts["epoch"] += 1
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+
+def case_user_callback(setting: Setting) -> Any:
+    module, counting = build(), Counting()
+    trainer = setting.trainer(callbacks=[counting])
+    trainer.fit(module, setting.loader(samples(20)), setting.loader(samples(16, 1)))
+    return outcome(setting, trainer, module) | {"counts": dict(counting.counts), "losses": counting.losses}
+
+
+class Summary(ModelSummary):
+    totals: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        summary = self._summary(trainer, pl_module)
+        self.totals = (summary.total_parameters, summary.trainable_parameters, round(summary.model_size, 6))
+
+
+class WithExample(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 8)
+        self.blocks[0].requires_grad_(False)
+
+
+def case_model_summary(setting: Setting) -> Any:
+    totals = []
+    for cls in (Classifier, WithExample):
+        module, summary = build(cls), Summary(max_depth=2)
+        trainer = setting.trainer(callbacks=[summary], enable_model_summary=True, max_epochs=1)
+        trainer.fit(module, setting.loader(samples()))
+        totals.append(summary.totals)
+    return totals
+
+
+# gradients
+
+
+class SGDClassifier(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+def case_clip_value(setting: Setting) -> Any:
+    module = build(SGDClassifier)
+    trainer = setting.trainer(gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    trainer.fit(module, setting.loader(samples()))
+    return outcome(setting, trainer, module)
+
+
+def case_clip_norm(setting: Setting) -> Any:
+    module = build(SGDClassifier)
+    trainer = setting.trainer(gradient_clip_val=0.1, accumulate_grad_batches=2)
+    trainer.fit(module, setting.loader(samples(40)))
+    return outcome(setting, trainer, module)
+
+
+class ClipHook(SGDClassifier):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        limit = 0.1 if self.trainer.global_step > 1 else 0.2
+        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+
+
+def case_clip_hook(setting: Setting) -> Any:
+    module = build(ClipHook)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples()))
+    return outcome(setting, trainer, module)
+
+
+def case_accumulate(setting: Setting) -> Any:
+    module = build(SGDClassifier)
+    trainer = setting.trainer(accumulate_grad_batches=2)
+    trainer.fit(module, setting.loader(samples(40)))
+    return outcome(setting, trainer, module)
+
+
+def case_accumulate_schedule(setting: Setting) -> Any:
+    module = build(SGDClassifier)
+    trainer = setting.trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+    trainer.fit(module, setting.loader(samples(48)))
+    return outcome(setting, trainer, module)
+
+
+class Groups(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 8)
+        self.blocks[1].norm.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        decay = [p for n, p in self.named_parameters() if p.ndim >= 2 and not n.startswith("head")]
+        rest = [p for n, p in self.named_parameters() if p.ndim < 2 and not n.startswith("head")]
+        head = [p for n, p in self.named_parameters() if n.startswith("head")]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": 0.5},
+                {"params": rest, "weight_decay": 0.0},
+                {"params": head, "lr": 0.2},
+            ],
+            lr=0.05,
+        )
+        self.group_sizes = [len(g["params"]) for g in optimizer.param_groups]
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.1, 0.2], total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def case_groups(setting: Setting) -> Any:
+    module = build(Groups)
+    trainer = setting.trainer(callbacks=[LearningRateMonitor()])
+    trainer.fit(module, setting.loader(samples()))
+    rates = [g["lr"] for g in trainer.optimizers[0].param_groups]
+    return outcome(setting, trainer, module) | {"sizes": module.group_sizes, "rates": rates}
+
+
+# the order of things
+
+
+class AllSteps(Classifier):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        loss, logits = self.loss(batch)
+        self.log("test_loss", loss, sync_dist=True)
+        self.log("test_hits", (logits.argmax(1) == batch[1]).float().sum(), reduce_fx="sum", sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch[0])
+        return {"class": logits.argmax(1), "logits": logits, "index": batch_idx}
+
+
+def case_all_steps(setting: Setting) -> Any:
+    module = build(AllSteps)
+    trainer = setting.trainer()
+    train, val = setting.loader(samples()), setting.loader(samples(16, 1))
+    before = trainer.validate(module, val, verbose=False)
+    trainer.fit(module, train, val)
+    results = [outcome(setting, trainer, module), before]
+    results.append(trainer.validate(module, val, verbose=False))
+    results.append(trainer.test(module, setting.loader(samples(16, 2)), verbose=False))
+    if setting.replicas == 1:
+        results.append(trainer.predict(module, setting.loader(samples(14, 3))))
+        results.append(trainer.predict(module, [setting.loader(samples(6, 3)), setting.loader(samples(5, 4))]))
+    results.append(module(torch.ones(2, 8)).detach())
+    again = setting.trainer(max_epochs=1)
+    again.fit(module, train, val)
+    results.append(outcome(setting, again, module))
+    # the same trainer once more, for longer
+    again.fit_loop.max_epochs = 2
+    again.fit(module, train, val)
+    results.append(outcome(setting, again, module))
+    return results
+
+
+def case_flags(setting: Setting) -> Any:
+    results = {}
+    for name, options in {
+        "fast_dev_run": {"fast_dev_run": 2},
+        "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
+        "share": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
+        "no validation": {"limit_val_batches": 0},
+        "max_steps": {"max_steps": 4, "max_epochs": -1},
+        "overfit_batches": {"overfit_batches": 1, "max_epochs": 3},
+        "val_check_interval": {"val_check_interval": 2, "num_sanity_val_steps": -1},
+        "check_val_every_n_epoch": {"check_val_every_n_epoch": 2},
+        "val_check over epochs": {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 8},
+    }.items():
+        module = build()
+        counting = Counting()
+        trainer = setting.trainer(callbacks=[counting], **options)
+        trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+        results[name] = outcome(setting, trainer, module) | {"counts": dict(counting.counts)}
+    return results
+
+
+class TwoLoaders(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)[0]
+        self.log("val_loss", loss, sync_dist=True)
+        if dataloader_idx == 1:
+            self.log("only_second", loss + 1, add_dataloader_idx=False, sync_dist=True)
+
+
+def case_two_loaders(setting: Setting) -> Any:
+    module = build(TwoLoaders)
+    trainer = setting.trainer()
+    vals = [setting.loader(samples(16, 1)), setting.loader(samples(8, 2))]
+    trainer.fit(module, setting.loader(samples()), vals)
+    return outcome(setting, trainer, module)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from samples()
+
+
+def case_iterable(setting: Setting) -> Any:
+    module = build()
+    trainer = setting.trainer(val_check_interval=2)
+    trainer.fit(module, setting.loader(Stream()), setting.loader(Stream()))
+    return outcome(setting, trainer, module)
+
+
+class DiffersByRank(Dataset[Any]):
+    """Data that only rank 0 has right."""
+
+    def __init__(self, rank: int) -> None:
+        self.data = samples(24, seed=0 if rank == 0 else 100 + rank)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def case_broadcast_batch(setting: Setting) -> Any:
+    if setting.holmes is not None:
+        setting = Setting(setting.folder, setting.holmes | {"broadcast_batch": True}, setting.replicas)
+    module = build()
+    trainer = setting.trainer()
+    loader = setting.loader(DiffersByRank(setting.rank))
+    trainer.fit(module, loader, loader)
+    return outcome(setting, trainer, module)
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = samples()[index]
+        return x + 0.1 * torch.randn(8) + 0.1 * random.random(), y
+
+
+def case_workers(setting: Setting) -> Any:
+    module = build()
+    pl.seed_everything(3, workers=True, verbose=False)
+    try:
+        trainer = setting.trainer()
+        trainer.fit(
+            module,
+            setting.loader(Augmented(), num_workers=2, shuffle=True),
+            setting.loader(Augmented(), num_workers=2),
+        )
+    finally:
+        os.environ.pop("PL_SEED_WORKERS", None)
+    return outcome(setting, trainer, module)
+
+
+def case_shuffle(setting: Setting) -> Any:
+    module = build()
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples(), shuffle=True), setting.loader(samples(16, 1)))
+    return outcome(setting, trainer, module)
+
+
+# optimizer hooks
+
+
+class WarmUp(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 4:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * (self.trainer.global_step + 1) / 4
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.stepped = getattr(self, "stepped", 0) + 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr / 4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+
+def case_warm_up(setting: Setting) -> Any:
+    module = build(WarmUp)
+    trainer = setting.trainer(callbacks=[LearningRateMonitor()])
+    trainer.fit(module, setting.loader(samples()))
+    return outcome(setting, trainer, module) | {"stepped": module.stepped}
+
+
+def case_loggers(setting: Setting) -> Any:
+    module = build(Logs)
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ["WANDB_SILENT"] = "true"
+    table = CSVLogger(setting.folder, name="csv", version=0)
+    loggers = [table]
+    if setting.holmes is not None:
+        loggers.append(WandbLogger(save_dir=setting.folder, offline=True, project="test"))
+    trainer = setting.trainer(logger=loggers)
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    rows: list[Any] = []
+    wandb_runs = 1
+    trainer.strategy.barrier()
+    path = Path(table.log_dir) / "metrics.csv"
+    with path.open() as file:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    if setting.holmes is not None:
+        wandb_runs = len(list(setting.folder.glob("wandb/offline-run-*")))
+    return {"rows": rows, "wandb": wandb_runs}
+
+
+# checkpoints
+
+
+class Resumable(Classifier):
+    def configure_optimizers(self) -> Any:
+        decay = [p for p in self.parameters() if p.ndim >= 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decay}], lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+def case_resume(setting: Setting) -> Any:
+    """A run of four epochs; the first two of it; and those continued from their checkpoint."""
+    train = setting.loader(samples())
+    whole = build(Resumable)
+    trainer = setting.trainer(max_epochs=4)
+    trainer.fit(whole, train, setting.loader(samples(16, 1)))
+    never_stopped = outcome(setting, trainer, whole)
+    keep = ModelCheckpoint(setting.folder / "resume", save_last=True)
+    trainer = setting.trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(build(Resumable), train, setting.loader(samples(16, 1)))
+    half = outcome(setting, trainer, whole)["lines"]
+    path = setting.folder / "resume" / "last.ckpt"
+    trainer = setting.trainer(max_epochs=4)
+    continued = build(Resumable)
+    trainer.fit(continued, train, setting.loader(samples(16, 1)), ckpt_path=path)
+    ended = outcome(setting, trainer, continued)
+    return {
+        "never_stopped": never_stopped,
+        "half": half,
+        "ended": ended,
+        "states": torch.load(path, weights_only=True)["optimizer_states"],
+        "keys": sorted(torch.load(path, weights_only=True)),
+        "validated": trainer.validate(build(Resumable), setting.loader(samples(16, 1)), ckpt_path=path, verbose=False),
+        "manual": _save_by_hand(setting, trainer, continued),
+    }
+
+
+def _save_by_hand(setting: Setting, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    path = setting.folder / "by_hand.ckpt"
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(path, weights_only=True)
+    trainer.strategy.barrier()
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+# running cases
+
+
+CASES = {name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")}
+
+
+def run_case(name: str, setting: Setting) -> Any:
+    """The case's result, or its error as text."""
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return CASES[name](setting)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
+    """Run in every worker: all cases one after the other; ends at the first error, since ranks may then part ways."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in payload["cases"]:
+        setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload["replicas"])
+        results[name] = run_case(name, setting)
+        print(f"CASE {name} {'failed' if 'error' in results[name] else 'ran'}", flush=True)
+        if "error" in results[name]:
+            print(results[name]["error"], flush=True)
+            break
+    return results
+
+
+def differences(plain: Any, staged: Any, path: str = "", relative: float = 1e-5) -> list[str]:
+    """Where two results differ, as text."""
+    if isinstance(plain, dict) and isinstance(staged, dict):
+        found = [f"{path}.{k}: only in one" for k in plain.keys() ^ staged.keys()]
+        for key in plain.keys() & staged.keys():
+            found += differences(plain[key], staged[key], f"{path}.{key}", relative)
+        return found
+    if isinstance(plain, (list, tuple)) and isinstance(staged, (list, tuple)):
+        if len(plain) != len(staged):
+            return [f"{path}: lengths {len(plain)} and {len(staged)}: {str(plain)[:200]} and {str(staged)[:200]}"]
+        pairs = enumerate(zip(plain, staged, strict=True))
+        return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]", relative)]
+    if isinstance(plain, torch.Tensor) and isinstance(staged, torch.Tensor):
+        if plain.shape != staged.shape:
+            return [f"{path}: shapes {tuple(plain.shape)} and {tuple(staged.shape)}"]
+        if torch.allclose(plain.double(), staged.double(), rtol=relative, atol=relative, equal_nan=True):
+            return []
+        return [f"{path}: tensors differ by {float((plain.double() - staged.double()).abs().max()):.2e}"]
+    if isinstance(plain, (int, float)) and isinstance(staged, (int, float)):
+        close = math.isclose(plain, staged, rel_tol=relative, abs_tol=relative)
+        return [] if close or (math.isnan(plain) and math.isnan(staged)) else [f"{path}: {plain} and {staged}"]
+    return [] if plain == staged else [f"{path}: {plain!r} and {staged!r}"]

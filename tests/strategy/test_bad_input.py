@@ -1,0 +1,76 @@
+"""Mistakes and failures: one clear error on every rank, before training where it can be known, never a hang."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from bad_input_cases import CASES
+from launch import Worker, launch, launch_raw
+
+# what every rank's output must hold; where a rank is killed nothing is left of it but broken connections
+FAILURES = {
+    "before the layers": "ZeroDivisionError: planned failure: before the layers",
+    "after the layers": "ZeroDivisionError: planned failure: after the layers",
+    "callback": "ZeroDivisionError: planned failure: callback",
+    "data loader": "ZeroDivisionError: planned failure: data loader",
+    "different data": "broadcast_batch=True",
+    "no loss": "returned NoneType without a loss tensor",
+    "killed": "Connection closed by peer",
+}
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    payload = {"cases": list(CASES), "folder": str(tmp_path_factory.mktemp("mistakes"))}
+    return launch(2, "bad_input_cases:run_cases", payload, timeout_s=150)
+
+
+@pytest.mark.xdist_group("strategy_bad_input")
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_clear_error_on_every_rank(name: str, mistakes: list[dict[str, Any]]) -> None:
+    words = CASES[name][1]
+    messages = set()
+    for rank, result in enumerate(mistakes):
+        kind, message, seconds = result[name]
+        print(f"rank {rank}: {kind} after {seconds:.1f} s: {message[:300]}")
+        if not words:
+            assert kind is None, message
+            continue
+        assert kind is not None, f"rank {rank} raised nothing"
+        missing = [word for word in words if word not in message]
+        assert not missing, f"rank {rank}: {message!r} lacks {missing}"
+        assert seconds < LIMIT_S
+        messages.add(message.replace("topology1.yaml", "topology0.yaml"))
+    assert len(messages) <= 1, messages
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For each failure: the workers, and the seconds from the start of training to the last one's end."""
+
+    def run(where: str) -> tuple[list[Worker], float]:
+        folder = tmp_path_factory.mktemp("failure")
+        payload = {"where": where, "folder": str(folder)}
+        workers = launch_raw(2, "bad_input_cases:fail", payload, timeout_s=100, folder=folder / "job")
+        ended = time.time()
+        begun = [float(m) for w in workers for m in re.findall(r"^BEGINS ([0-9.]+)", w.output, re.MULTILINE)]
+        return workers, ended - max(begun, default=0.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(FAILURES, pool.map(run, FAILURES), strict=True))
+
+
+@pytest.mark.xdist_group("strategy_bad_input")
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
+    workers, seconds = failures[where]
+    print(f"{where}: all ranks ended {seconds:.1f} s after training began")
+    assert seconds < LIMIT_S
+    for rank, worker in enumerate(workers):
+        assert worker.exit_code not in (0, None), f"rank {rank}: exit code {worker.exit_code}"
+        if where == "killed" and rank == 1:
+            continue
+        assert FAILURES[where] in worker.output, f"rank {rank}: {worker.output[-3000:]}"

@@ -1,0 +1,122 @@
+"""Lightning's features under the strategy: on every rank the numbers of plain Lightning in one process.
+
+Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tolerance: 1e-5 relative (fp32).
+All cases of a layout run in one launch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from strategy_cases import CASES, Classifier, Resumable, Setting, build, differences, run_case, samples
+
+# several microbatches run a step several times, which these cases would see
+WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume"]
+REPLICATED = [
+    "logs",
+    "metrics",
+    "callbacks",
+    "clip_norm",
+    "accumulate",
+    "groups",
+    "all_steps",
+    "flags",
+    "two_loaders",
+    "warm_up",
+    "resume",
+]
+PIPELINE = [name for name in CASES if name not in WHOLE_BATCHES]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of plain Lightning, each made once."""
+    known: dict[str, Any] = {}
+
+    def result(name: str) -> Any:
+        if name not in known:
+            known[name] = run_case(name, Setting(tmp_path_factory.mktemp("plain") / name))
+        return known[name]
+
+    return result
+
+
+def _launch(tmp_path_factory: pytest.TempPathFactory, world_size: int, cases: list[str], **holmes: Any) -> Any:
+    folder = tmp_path_factory.mktemp("staged")
+    payload = {"cases": cases, "holmes": holmes, "replicas": world_size // 2, "folder": str(folder)}
+    results = launch(world_size, "strategy_cases:run_cases", payload, timeout_s=150)
+    return results, folder
+
+
+@pytest.fixture(scope="session")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two stages, two microbatches."""
+    return _launch(tmp_path_factory, 2, PIPELINE, pipeline_parallel_size=2, num_microbatches=2)
+
+
+@pytest.fixture(scope="session")
+def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two stages, one microbatch."""
+    return _launch(tmp_path_factory, 2, WHOLE_BATCHES, pipeline_parallel_size=2, num_microbatches=1)
+
+
+@pytest.fixture(scope="session")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two stages, two replicas."""
+    return _launch(tmp_path_factory, 4, REPLICATED, pipeline_parallel_size=2, num_microbatches=2)
+
+
+def _compare(name: str, expected: Any, results: list[dict[str, Any]], ignore: str | None = None) -> None:
+    assert not (isinstance(expected, dict) and "error" in expected), expected["error"]
+    for rank, result in enumerate(results):
+        if name not in result:
+            pytest.fail(f"an earlier case ended the workers: {list(result)[-1]}")
+        if isinstance(result[name], dict) and "error" in result[name]:
+            pytest.fail(f"rank {rank}: {result[name]['error']}")
+        found = [d for d in differences(expected, result[name]) if ignore is None or ignore not in d]
+        assert not found, f"rank {rank} differs from plain Lightning:\n" + "\n".join(found[:20])
+
+
+@pytest.mark.xdist_group("strategy_pipeline")
+@pytest.mark.parametrize("name", PIPELINE)
+def test_pipeline(name: str, plain: Any, pipeline: Any) -> None:
+    _compare(name, plain(name), pipeline[0])
+
+
+@pytest.mark.xdist_group("strategy_pipeline")
+@pytest.mark.parametrize("name", WHOLE_BATCHES)
+def test_whole_batches(name: str, plain: Any, whole_batches: Any) -> None:
+    _compare(name, plain(name), whole_batches[0])
+
+
+@pytest.mark.xdist_group("strategy_replicated")
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicated(name: str, plain: Any, replicated: Any) -> None:
+    # a metric's value of one step is its replica's alone, as in every strategy of Lightning
+    _compare(name, plain(name), replicated[0], ignore="_step" if name == "metrics" else None)
+
+
+@pytest.mark.xdist_group("strategy_pipeline")
+def test_a_resumed_run_continues_as_if_never_stopped(whole_batches: Any) -> None:
+    for result in whole_batches[0]:
+        whole, ended = result["resume"]["never_stopped"], result["resume"]["ended"]
+        assert not differences(whole["weights"], ended["weights"], relative=1e-6)
+        tail = [line for line in whole["lines"] if line[0] >= 6]
+        assert not differences(tail, ended["lines"][-len(tail) :], relative=1e-6)
+
+
+@pytest.mark.xdist_group("strategy_pipeline")
+def test_plain_lightning_loads_and_continues_the_checkpoint(plain: Any, whole_batches: Any, tmp_path: Path) -> None:
+    path = whole_batches[1] / "resume" / "resume" / "last.ckpt"
+    module = Resumable.load_from_checkpoint(path, weights_only=True)
+    assert isinstance(module, Classifier)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert list(saved) == list(module.state_dict())
+    setting = Setting(tmp_path)
+    trainer = setting.trainer(max_epochs=4)
+    continued = build(Resumable)
+    trainer.fit(continued, setting.loader(samples()), setting.loader(samples(16, 1)), ckpt_path=path)
+    expected = plain("resume")["never_stopped"]
+    assert not differences(expected["weights"], continued.state_dict(), relative=1e-5)
