@@ -1,0 +1,34 @@
+"""A user's script: trains by the strategy, however it was started, and prints what it saw."""
+
+import os
+import sys
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from strategy_cases import Classifier, samples
+from torch.utils.data import DataLoader
+
+import lightning_holmes  # noqa: F401
+from lightning_holmes import HolmesStrategy
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    seed_everything(7, verbose=False)
+    model = Classifier()
+    devices, nodes = int(sys.argv[1]), int((*sys.argv, 1)[2])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=nodes,
+        strategy="holmes" if devices * nodes == 1 else HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(samples(), 8))
+    where = type(trainer.strategy.cluster_environment).__name__
+    loss = float(trainer.callback_metrics["loss"])
+    line = f"RESULT rank={trainer.global_rank} world={trainer.world_size} environment={where} loss={loss:.6f}\n"
+    os.write(1, line.encode())
