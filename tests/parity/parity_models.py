@@ -102,7 +102,8 @@ def build_gpt(**options: Any) -> Callable[[int], pl.LightningModule]:
 
 
 def build_gpt_adamw(num_layers: int) -> pl.LightningModule:
-    return GPT(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=num_layers, num_heads=2, warmup_steps=2)
+    options = {"num_layers": num_layers, "num_heads": 2, "warmup_steps": 2, "learning_rate": 5e-4}
+    return GPT(vocab_size=VOCABULARY, hidden_size=HIDDEN, **options)
 
 
 class BertClassifier(Sgd):

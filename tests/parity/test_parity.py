@@ -9,14 +9,14 @@ import itertools
 
 import pytest
 import torch
-from parity_cases import CASES, LAYOUTS, MICROBATCHES, REFUSED_FITS, SCHEDULES, Case, Fit
+from parity_cases import BF16_MIXED, BF16_TRUE, CASES, FP32, LAYOUTS, MICROBATCHES, REFUSED_FITS, SCHEDULES, Case, Fit
 from parity_models import FAMILIES
 from parity_runs import Record, run_fits
 
 pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
-SMALLEST = 1e-3
-"""Tensors whose entries are all smaller are compared as if they had one of this size: the bias of attention's keys
-has no gradient but rounding."""
+SMALLEST = {FP32: 1e-3, BF16_MIXED: 0.1, BF16_TRUE: 0.1}
+"""Tensors whose entries are all smaller are compared as if they had one of this size, by tolerance: the bias of
+attention's keys has no gradient but rounding, and biases that start at zero hold the noise of three steps alone."""
 in_one_worker = pytest.mark.xdist_group("parity")
 pytestmark = pytest.mark.timeout(600)
 
@@ -54,8 +54,8 @@ def test_equals_the_baseline(name: str, records: dict[Fit, list[Record]]) -> Non
 @pytest.mark.parametrize("family", REFUSED_FITS)
 def test_a_value_beside_the_hidden_state_is_refused_on_every_rank(family: str, records) -> None:
     reason = {
-        "skip": r"output 0 of layer 1, read in layer 3",
-        "router_loss": r"value computed inside layer 0, read after the last layer",
+        "skip": "output 0 of layer 0, read in layer 4",
+        "router_loss": "a value computed inside layer 0, read after the last layer",
     }[family]
     for record in records[REFUSED_FITS[family]]:
         assert record.error.startswith("UnsupportedModuleError: cutting layers behind layer 2 would lose"), record.error
@@ -166,6 +166,6 @@ class Comparison:
         for name, tensor in expected.items():
             mine, theirs = found[name].double(), tensor.double()
             assert found[name].dtype == tensor.dtype, (what, name)
-            scale = max(theirs.abs().max().item(), SMALLEST)
+            scale = max(theirs.abs().max().item(), SMALLEST[self.tolerance])
             worst = (mine - theirs).abs().max().item() / scale
             assert worst <= self.tolerance, f"{what}: {name} differs by {worst:.2g} of its largest entry"
