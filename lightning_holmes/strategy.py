@@ -803,6 +803,9 @@ class HolmesStrategy(ParallelStrategy):
             group = None if self._groups is None else self._groups.data_parallel
             if group is None:
                 return tensor
+        if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
+            # Lightning's mean of whole numbers is cut down to one: an odd number of samples over two replicas
+            tensor = tensor.to(torch.float64 if tensor.device.type == "cpu" else torch.float32)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -236,6 +236,7 @@ class _Tracer:
             output = forward(*args, **kwargs)
             self.inside = False
             template, leaves = tree.flatten(output)
+            self.read(self.taint_of(leaves), index)  # a layer that only makes views (Flatten) reads what it hands on
             self.paused = True
             leaves = [leaf.clone() for leaf in leaves]
             self.paused = False
