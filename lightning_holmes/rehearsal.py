@@ -8,19 +8,23 @@ thing to do with a new module.
     assert report.ok
 """
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_holmes import admission
 from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
@@ -155,6 +159,22 @@ def check(
         num_microbatches=num_microbatches,
         tolerance=tolerance,
     )
+    with attached(module):
+        _check_steps(module, batch, names, report, pipeline_parallel_size, schedule, num_chunks, partition)
+    return report
+
+
+def _check_steps(
+    module: LightningModule,
+    batch: Any,
+    names: Sequence[str],
+    report: CheckReport,
+    pipeline_parallel_size: int,
+    schedule: str,
+    num_chunks: int,
+    partition: Any,
+) -> None:
+    layers, num_microbatches, tolerance = report.layers, report.num_microbatches, report.tolerance
     try:
         _check_module(module)
         splitter = BatchSplitter()
@@ -164,7 +184,7 @@ def check(
         stages = make_partition(partition, structure.num_layers, pipeline_parallel_size * num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages)
-        if num_microbatches > 1 and "training_step" in names:
+        if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
             arguments = (0,) * (admission.step_arguments(module, "training_step") - 1)
             note = describe_batch_dependence(module, batch, arguments, splitter)
             report.notes += [] if note is None else [note]
@@ -177,7 +197,32 @@ def check(
             report.rows += _compare(name, plain, staged, tolerance)
     except HolmesError as reason:
         report.refused = str(reason)
-    return report
+
+
+@contextmanager
+def attached(module: LightningModule) -> Iterator[None]:
+    """Give a module without a trainer one that does nothing, for steps that ask it something."""
+    if module._trainer is not None:
+        yield
+        return
+    chatter = logging.getLogger("lightning.pytorch")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
+    try:
+        module._trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=DummyLogger(),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    finally:
+        chatter.setLevel(level)
+    try:
+        yield
+    finally:
+        module._trainer = None
 
 
 def _check_module(module: LightningModule) -> None:
@@ -225,6 +270,7 @@ class _Cast:
         self.results: list[StepResult] = []
         for rank in range(size):
             copy = shadow_copy(module)
+            copy._trainer = module._trainer
             _give_own_parameters(copy)
             stages = range(rank, partition.num_stages, size)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
@@ -246,6 +292,8 @@ class _Cast:
         for rank, driver in enumerate(self.drivers):
             if not training:
                 driver.module.eval()
+            if driver.module._trainer is not None:
+                setattr(driver.module._trainer, "training" if training else "validating", True)
             arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
             request = StepRequest(
                 step_name=step_name,
@@ -295,6 +343,9 @@ class _Cast:
             state = ModuleState(pipeline, None, driver.device)
             for (owner, key), value in state._attributes().items():
                 found[f"attribute {owner}.{key}" if owner else f"attribute {key}"] = value
+            for name, metric in pipeline.local_modules():
+                if isinstance(metric, Metric):
+                    found[f"metric {name}"] = {**metric.metric_state, "updates": metric.update_count}
         return found
 
 
@@ -312,6 +363,9 @@ def _compare(step: str, plain: _Cast, staged: _Cast, tolerance: float) -> list[D
     rows = []
     mine, theirs = plain.results[0], staged.results[0]
     rows += _compare_trees(step, "output", mine.output, theirs.output, tolerance)
+    if [c.name for c in mine.calls] != [c.name for c in theirs.calls]:
+        names = [c.name for c in mine.calls], [c.name for c in theirs.calls]
+        rows.append(_missing(step, "logs", names[0], f"logged are {names[1]}"))
     logs = {call.name: call.value for call in theirs.calls}
     for call in mine.calls:
         if isinstance(call.value, MetricValue):
@@ -346,9 +400,22 @@ def _compare_trees(step: str, what: str, plain: Any, staged: Any, tolerance: flo
     if len(left[1]) != len(right[1]):
         return [_missing(step, what, plain, f"{len(left[1])} tensors against {len(right[1])}")]
     rows = [_difference(step, what, a, b, tolerance) for a, b in zip(left[1], right[1], strict=True)]
-    if not left[1] and isinstance(plain, (int, float)) and isinstance(staged, (int, float)):
-        rows.append(_difference(step, what, torch.tensor(float(plain)), torch.tensor(float(staged)), tolerance))
+    mine, theirs = _numbers(plain), _numbers(staged)
+    if len(mine) != len(theirs):
+        return [*rows, _missing(step, what, plain, f"{len(mine)} numbers against {len(theirs)}")]
+    for one, other in zip(mine, theirs, strict=True):
+        rows.append(_difference(step, what, torch.as_tensor(one), torch.as_tensor(other), tolerance))
     return rows
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers and arrays in a tree, in order."""
+    if isinstance(value, (int, float, np.number, np.ndarray)) and getattr(value, "dtype", None) is not np.dtype(object):
+        return [value]
+    found: list[Any] = []
+    if tree.is_container(value):
+        tree.map_children(lambda _, child: found.extend(_numbers(child)) or child, value)  # type: ignore[func-returns-value]
+    return found
 
 
 def _difference(
@@ -356,7 +423,7 @@ def _difference(
 ) -> Difference:
     if plain.shape != staged.shape:
         return _missing(step, what, plain, f"shapes {tuple(plain.shape)} and {tuple(staged.shape)}")
-    a, b = plain.detach().double(), staged.detach().double()
+    a, b = _as_double(plain), _as_double(staged)
     if a.numel() == 0:
         relative = 0.0
     else:
@@ -379,6 +446,10 @@ def _difference(
         ok=ok,
         reason=reason,
     )
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).double()
 
 
 def _missing(step: str, what: str, value: Any, reason: str) -> Difference:

@@ -423,7 +423,8 @@ class HolmesStrategy(ParallelStrategy):
                 if alone:
                     return None, batch_size
                 raise
-            if training and not alone and size > 1 and self._num_microbatches != 1:
+            splits = training and size > 1 and self._num_microbatches not in ((1, "auto") if alone else (1,))
+            if splits and not found.changed_parameters:
                 self._warn_of_batch_dependence(batch, arguments[1:], context)
             structure = found if structure is None else structure.merged(found)
             layers = structure.layers

@@ -33,14 +33,15 @@ def operator_name(operator: Any) -> str:
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments which an operator changes in place."""
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if argument.name in kwargs:
-            yield kwargs[argument.name]
-        elif index < len(args):
-            yield args[index]
+    """The arguments which an operator changes in place; batch norms do not declare that they change their statistics."""
+    given = {
+        a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
+    }
+    normalises = "batch_norm" in operator._schema.name and bool(given.get("training", given.get("train")))
+    for argument in operator._schema.arguments:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or (normalises and argument.name in ("running_mean", "running_var")):
+            yield given[argument.name]
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, weighted_mean
 from lightning_holmes.pipeline.runner import loss_of
@@ -44,7 +45,10 @@ def describe_batch_dependence(
             f"{name} has batch normalisation ({shown}): its statistics run over a microbatch, so results equal those of "
             f"plain Lightning with the microbatch as batch, not with the whole batch; GroupNorm and LayerNorm are exact"
         )
-    size = splitter.batch_size(batch)
+    try:
+        size = splitter.batch_size(batch)
+    except UnsupportedModuleError:  # the module's own split_batch reads it
+        return None
     count = min(_SAMPLES, size)
     if count < 2:
         return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.seeds import derive_seed, seed_torch
+from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
 
@@ -83,6 +83,7 @@ class PipelineModule:
         if structure is None:
             self.local_parameters = set(names)
         else:
+            structure.check_chunks(len(self.stages))
             self.local_parameters = set().union(*(structure.parameters_of(partition, s) for s in self.stages))
 
     @property
@@ -126,10 +127,12 @@ class PipelineModule:
         """Put the gates in place and let go of the parameters of other stages."""
         if self.structure is None:
             return
+        places: dict[nn.Module, list[int]] = {}
         for index, name in enumerate(self.structure.layer_names):
-            layer = self.module.get_submodule(name)
+            places.setdefault(self.module.get_submodule(name), []).append(index)
+        for layer, indices in places.items():
             self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
-            layer.forward = self._gate(index, layer.forward)
+            layer.forward = self._gate(indices, layer.forward)
         for name, parameter in self.module.named_parameters():
             if name not in self.local_parameters:
                 parameter.data = placeholder(parameter.data)
@@ -143,13 +146,16 @@ class PipelineModule:
                 vars(layer).pop("forward", None)
         self._forwards.clear()
 
-    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        stage_of_layer = self.partition.stage_of(index)
-        here = stage_of_layer in self.stages
+    def _gate(self, indices: list[int], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer; one without weights may stand at several ``indices``."""
 
         @functools.wraps(forward)
         def gate(*args: Any, **kwargs: Any) -> Any:
             run = self.current
+            expected = indices[0] if run is None else run.position + 1
+            index = expected if expected in indices else indices[0]
+            stage_of_layer = self.partition.stage_of(index)
+            here = stage_of_layer in self.stages or len(indices) > 1
             if run is None:
                 if here:
                     return forward(*args, **kwargs)
@@ -160,16 +166,35 @@ class PipelineModule:
                     f"trainer does; run it after fit, when every rank has the whole module again"
                 )
             if run.backward:
-                if not here:
-                    raise UnsupportedModuleError(
-                        f"activation checkpointing around several layers at once reaches from layer {index}, which lives "
-                        f"on stage {stage_of_layer}, into stage {run.stage}: checkpoint each layer by itself"
-                    )
-                self._seed(run, 2 * index + 2)
-                return forward(*args, **kwargs)
+                return self._recompute(run, index, indices, forward, args, kwargs)
             return self._pass(run, index, stage_of_layer, forward, args, kwargs)
 
         return gate
+
+    def _recompute(
+        self, run: StageRun, index: int, indices: list[int], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """What activation checkpointing runs again in the backward, with the random numbers of the first time."""
+        stage = self.partition.stage_of(index)
+        if len(indices) > 1:
+            raise UnsupportedModuleError(
+                f"activation checkpointing runs layer {index} again, but the same module is also layer "
+                f"{indices[-1]}: give each place a module of its own"
+            )
+        if stage > run.stage:
+            raise UnsupportedModuleError(
+                f"activation checkpointing around several layers at once reaches from stage {run.stage} into layer "
+                f"{index}, which lives on stage {stage}: checkpoint each layer by itself"
+            )
+        if stage == run.stage:
+            self._seed(run, 2 * index + 2)
+            output = forward(*args, **kwargs)
+            self._seed(run, 2 * index + 3)
+            return output
+        self._seed(run, 2 * index + 3)
+        if index == self.partition.layers_of(run.stage)[0] - 1:
+            return self._hand_on_received(run, index, args, kwargs)
+        return self._missing_output(run, index, args, kwargs)
 
     def _pass(
         self,
@@ -241,18 +266,19 @@ class PipelineModule:
         present = tuple(inputs[0].shape) if inputs else ()
         then = expected.input_shape
         blanks = []
-        for shape, dtype in zip(expected.shapes, expected.dtypes, strict=True):
+        for shape, dtype, changed in zip(expected.shapes, expected.dtypes, expected.changed, strict=True):
             lengths = [
                 present[d] if d < len(then) and d < len(present) and length == then[d] else length
                 for d, length in enumerate(shape)
             ]
             like = torch.empty((), dtype=getattr(torch, dtype), device=self.device).expand(lengths)
-            blanks.append(placeholder(like))
+            blank = placeholder(like)
+            blanks.append(blank.contiguous() if changed else blank)
         return blanks
 
     def _seed(self, run: StageRun, place: int) -> None:
         if run.seed is not None:
-            seed_torch(derive_seed(run.seed, place), self.device)
+            seed_all(derive_seed(run.seed, place), self.device)
 
     # running
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_holmes.comm.edges import Edges
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -114,9 +114,9 @@ class StepDriver:
         """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
         batch = yield from self._agree_on(request.batch)
         splits = request.num_microbatches > 1
-        count = min(request.num_microbatches, self._batch_size(batch)) if splits else 1
+        count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
         microbatches = self._split(batch, count)
-        sizes = [self._batch_size(m) if splits else 1 for m in microbatches]
+        sizes = [self._num_samples(m, of_part=True) if splits else 1 for m in microbatches]
         weights = self._weights(microbatches, sizes)
         training = request.loss_scales is not None
         state = self._state_signature()
@@ -136,7 +136,7 @@ class StepDriver:
         )
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
-        window = MetricWindow(self.module, metrics if True else (), count)
+        window = MetricWindow(self.module, metrics, count)
         self.inside_step = True
         try:
             with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
@@ -172,6 +172,21 @@ class StepDriver:
 
     def _batch_size(self, batch: Any) -> int:
         return self.splitter.batch_size(batch)
+
+    def _num_samples(self, batch: Any, of_part: bool = False) -> int:
+        """Samples in a batch or a part of one; 0 if only the module's own ``split_batch`` can read it."""
+        if not callable(getattr(self.module, "split_batch", None)):
+            return self._batch_size(batch)
+        try:
+            return self._batch_size(batch)
+        except UnsupportedModuleError as reason:
+            if not of_part or callable(getattr(self.module, "microbatch_weight", None)):
+                return 0
+            name = type(self.module).__name__
+            raise UnsupportedModuleError(
+                f"{name}.split_batch made microbatches whose number of samples cannot be told, so their losses cannot "
+                f"be weighted: define {name}.microbatch_weight(batch), too, say the number of samples ({reason})"
+            ) from None
 
     def _split(self, batch: Any, count: int) -> list[Any]:
         own = getattr(self.module, "split_batch", None)

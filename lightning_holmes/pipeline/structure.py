@@ -30,13 +30,14 @@ class Bypass:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutput:
     """The output of a layer: its template (see tree.py), the shapes of the tensors seen with the shape of
-    the layer's first tensor argument, and which tensors later places read."""
+    the layer's first tensor argument, which tensors later places read, and which are changed in place there."""
 
     template: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     input_shape: tuple[int, ...]
     live: tuple[bool, ...]
+    changed: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ class ModuleStructure:
     """How a LightningModule's steps use its layers.
 
     ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a parameter's value is read, not through the hidden state.
-    ``buffer_writers[name]``: the last position at which a buffer is written.
+    ``buffer_writers[name]``: the last position at which a buffer is written. ``early_changes``: buffers,
+    attributes and metrics that the step changes outside of the layers and before their end.
+    ``changed_parameters``: those that a layer changes in place in its forward.
     """
 
     layers: str
@@ -54,6 +57,8 @@ class ModuleStructure:
     buffer_writers: Mapping[str, int] = field(default_factory=dict)
     bypasses: tuple[Bypass, ...] = ()
     step_metrics: tuple[str, ...] = ()
+    early_changes: tuple[str, ...] = ()
+    changed_parameters: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -81,6 +86,19 @@ class ModuleStructure:
                 raise UnsupportedModuleError(
                     f"cutting {self.layers} behind layer {cut} would lose {lost[0].what}{more}; {cure}"
                 )
+
+    def check_chunks(self, stages_of_rank: int) -> None:
+        """Refuse several stages on one rank where a step changes the module's state before the end of the layers.
+
+        Raises:
+            UnsupportedModuleError: names what would be changed once for each of them.
+        """
+        if stages_of_rank > 1 and self.early_changes:
+            shown = ", ".join(self.early_changes[:4])
+            raise UnsupportedModuleError(
+                f"the step changes {shown} before or between the layers: with {stages_of_rank} stages on a rank that "
+                f"would happen {stages_of_rank} times; use num_chunks=1, or do it after the layers"
+            )
 
     def parameters_of(self, partition: Partition, stage: int) -> set[str]:
         """Names of the parameters which ``stage`` needs; those that nothing reads live on stage 0."""
@@ -120,4 +138,6 @@ class ModuleStructure:
             buffer_writers=writers,
             bypasses=tuple(dict.fromkeys(self.bypasses + other.bypasses)),
             step_metrics=tuple(dict.fromkeys(self.step_metrics + other.step_metrics)),
+            early_changes=tuple(dict.fromkeys(self.early_changes + other.early_changes)),
+            changed_parameters=tuple(dict.fromkeys(self.changed_parameters + other.changed_parameters)),
         )

@@ -12,11 +12,16 @@ is exactly what reaches a place beside the hidden state. From that follow
   lists of hidden states;
 - what a layer's output looks like and which of its tensors must travel.
 
-Left to others: what a value is worth. Python numbers taken from tensors (``.item()``) inside a layer are
-not followed further; ``lightning_holmes.check`` compares the numbers.
+The step runs twice if it leaves anything on the module: what it finds there the next time may come from a
+place that another stage runs. Python values kept in attributes are watched by attributes.py.
+
+Left to others: what a value is worth. Python numbers that leave a layer neither by its output nor by an
+attribute are not followed; ``lightning_holmes.check`` compares the numbers.
 """
 
 import copy
+import enum
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -30,6 +35,7 @@ from torchmetrics import Metric
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.attributes import AttributeWatch, Place, Use, changes, snapshot
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
@@ -58,6 +64,10 @@ _VALUE_FREE = frozenset(
 )
 _TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 _READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 _MAX_GRAPH_NODES = 200_000
 
 
@@ -104,7 +114,8 @@ def shadow_copy(module: LightningModule) -> LightningModule:
             if isinstance(value, (Dataset, DataLoader, torch.Generator)):
                 memo[id(value)] = value
     try:
-        return copy.deepcopy(module, dict(memo))
+        whole = dict(memo)
+        return _rebind_functions(copy.deepcopy(module, whole), whole)
     except Exception:
         for submodule in module.modules():
             for key, value in vars(submodule).items():
@@ -114,7 +125,45 @@ def shadow_copy(module: LightningModule) -> LightningModule:
                     copy.deepcopy(value, dict(memo))
                 except Exception:
                     memo[id(value)] = value
-        return copy.deepcopy(module, memo)
+        return _rebind_functions(copy.deepcopy(module, memo), memo)
+
+
+def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+    """Let hooks and functions kept on the copied ``module`` refer to the copies, too: deepcopy leaves closures alone."""
+
+    def rebind(value: Any) -> Any:
+        if not isinstance(value, types.FunctionType):
+            return memo.get(id(value), value)
+        if id(value) in memo and memo[id(value)] is not value:
+            return memo[id(value)]
+        memo[id(value)] = value
+        cells = []
+        for cell in value.__closure__ or ():
+            try:
+                new = rebind(cell.cell_contents)
+            except ValueError:  # not filled yet
+                cells.append(cell)
+                continue
+            cells.append(cell if new is cell.cell_contents else types.CellType(new))
+        defaults = tuple(rebind(d) for d in value.__defaults__ or ())
+        same = all(a is b for a, b in zip(cells, value.__closure__ or (), strict=True)) and all(
+            a is b for a, b in zip(defaults, value.__defaults__ or (), strict=True)
+        )
+        if not same:
+            new = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, tuple(cells))
+            new.__kwdefaults__ = value.__kwdefaults__
+            vars(new).update(vars(value))
+            memo[id(value)] = new
+        return memo[id(value)]
+
+    for submodule in module.modules():
+        for key, value in list(vars(submodule).items()):
+            if isinstance(value, types.FunctionType):
+                vars(submodule)[key] = rebind(value)
+            elif "hooks" in key and isinstance(value, dict):
+                for handle, hook in value.items():
+                    value[handle] = rebind(hook)
+    return module
 
 
 class _Tracer:
@@ -125,7 +174,9 @@ class _Tracer:
         self.step_name = step_name
         self.layers = layers
         self.shadow = shadow_copy(module)
-        self.layer_list = list(self.shadow.get_submodule(layers).children())
+        modules = self.shadow.get_submodule(layers)._modules
+        self.layer_names = list(modules)
+        self.layer_list = [m for m in modules.values() if m is not None]
         self.num_layers = len(self.layer_list)
         self.position = BEFORE
         self.inside = False
@@ -140,6 +191,15 @@ class _Tracer:
         self.output_templates: dict[int, tuple[Any, list[Tensor], tuple[int, ...]]] = {}
         self.step_metrics: list[str] = []
         self.paused = False
+        self.stale = 0  # sources of the first pass, when the second runs
+        self.read_before: dict[int, int] = {}
+        self.written_early: set[int] = set()
+        self.output_keys: dict[int, tuple[int, int]] = {}
+        self.changed_outputs: set[tuple[int, int]] = set()
+        self.parameter_keys: dict[int, str] = {}
+        self.parameter_writes: dict[str, set[int]] = {}
+        self.saved_parameters: dict[str, tuple[nn.Parameter, Tensor, Tensor]] = {}
+        self.uses: list[Use] = []
 
     # sources and storages
 
@@ -182,36 +242,54 @@ class _Tracer:
     # the run
 
     def run(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> ModuleStructure:
-        seen: dict[int, int] = {}
-        for index, layer in enumerate(self.layer_list):
-            if id(layer) in seen:
-                raise UnsupportedModuleError(
-                    f"{self.layers}[{index}] is the same module as {self.layers}[{seen[id(layer)]}]: layers that are "
-                    f"passed through twice cannot lie on two stages; use pipeline_parallel_size=1"
-                )
-            seen[id(layer)] = index
+        self._refuse_layers()
         for name, parameter in self.shadow.named_parameters():
             bit = self.new_source("parameter", BEFORE, len(self.parameter_bits))
             self.parameter_bits[name] = bit
+            self.parameter_keys[self.key(parameter.data)] = name
             self.mark(parameter.data, bit)
-        for index in range(self.num_layers):
-            self.layer_bits[index] = self.new_source("inside", index)
         buffer_keys = {name: self.key(b) for name, b in self.shadow.named_buffers()}
-        attributes = {name: self.taint.get(self.key(t), 0) for name, t in _attribute_tensors(self.shadow).items()}
+        places: dict[int, list[int]] = {}
         for index, layer in enumerate(self.layer_list):
-            layer.forward = self._gate(index, layer.forward)
+            places.setdefault(id(layer), []).append(index)
+        for layer in {id(m): m for m in self.layer_list}.values():
+            layer.forward = self._gate(places[id(layer)], layer.forward)
         restore = self._silence()
-        trainer = self.original._trainer
-        grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
+        before = snapshot(self.shadow)
+        kept = set(_attribute_tensors(self.shadow))
         try:
             if self.step_name != "training_step":
                 self.shadow.eval()
-            self.shadow._trainer = trainer
-            step = getattr(self.shadow, self.step_name)
-            with grad, _FollowValues(self), _FollowPython(self), context() if context is not None else nullcontext():
-                output = step(*arguments)
+            self.shadow._trainer = self.original._trainer
+            output = self._pass(arguments, context)
+            changed = changes(before, snapshot(self.shadow))
+            after = _attribute_tensors(self.shadow)
+            buffers = any(key in self.written_at for key in buffer_keys.values())
+            if changed or buffers or set(after) != kept or any(self.taint.get(self.key(t)) for t in after.values()):
+                self.stale, self.read_before, self.read_at = len(self.sources), self.read_at, {}
+                watch = AttributeWatch(self.shadow, changed, self._place)
+                output = self._pass(arguments, context)
+                watch.finish()
+                self.uses = watch.uses
         finally:
             restore()
+            for parameter, data, value in self.saved_parameters.values():
+                parameter.data = data
+                parameter.data.copy_(value)
+        self._refuse_reentrant(output)
+        return self._structure(buffer_keys)
+
+    def _pass(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> Any:
+        """Run the step once; its output."""
+        self.position, self.inside, self.called = BEFORE, False, []
+        for index in range(self.num_layers):
+            self.layer_bits[index] = self.new_source("inside", index)
+        attributes = {name: self.taint.get(self.key(t), 0) for name, t in _attribute_tensors(self.shadow).items()}
+        step = getattr(self.shadow, self.step_name)
+        arguments = tree.map_tensors(Tensor.clone, arguments)  # a step may change its batch
+        grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
+        with grad, _FollowValues(self), _FollowPython(self), context() if context is not None else nullcontext():
+            output = step(*arguments)
         if self.called != list(range(self.num_layers)):
             self._refuse_calls()
         self.read(self.taint_of(tree.tensors_of(output)), self.num_layers)
@@ -219,12 +297,31 @@ class _Tracer:
             owner = self._layer_of_attribute(name)
             taint = self.taint.get(self.key(tensor), 0) & ~attributes.get(name, 0)
             self.read(taint, self.num_layers if owner is None else owner)
-        self._refuse_reentrant(output)
-        return self._structure(buffer_keys)
+        return output
 
-    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _place(self) -> Place:
+        return self.here, self.inside
+
+    def _refuse_layers(self) -> None:
+        seen: dict[int, int] = {}
+        for index, layer in enumerate(self.layer_list):
+            first = seen.setdefault(id(layer), index)
+            if first != index and any(True for _ in (*layer.parameters(), *layer.buffers())):
+                raise _NotTheLayers(
+                    f"[{index}] is the same module as [{first}]: layers with weights that are passed through twice "
+                    f"cannot lie on two stages"
+                )
+        for name, submodule in self.shadow.named_modules():
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise UnsupportedModuleError(
+                    f"{name} is TorchScript, whose weights a pipeline cannot follow or take out: use the module itself, "
+                    f"or compile it by torch.compile"
+                )
+
+    def _gate(self, places: list[int], forward: Callable[..., Any]) -> Callable[..., Any]:
         def gate(*args: Any, **kwargs: Any) -> Any:
             expected = self.called[-1] + 1 if self.called else 0
+            index = expected if expected in places else places[0]
             if index != expected:
                 self.called.append(index)
                 self._refuse_calls()
@@ -233,20 +330,61 @@ class _Tracer:
             self.called.append(index)
             inputs = tree.tensors_of((args, kwargs))
             self.position, self.inside = index, True
+            given = _plain_parts((args, kwargs))
             output = forward(*args, **kwargs)
             self.inside = False
+            if _plain_parts((args, kwargs)) != given:
+                raise UnsupportedModuleError(
+                    f"layer {index} of {self.layers} changes Python values in an argument it is given: later stages "
+                    f"would not see that; hand the values on in its output, or use pipeline_parallel_size=1"
+                )
             template, leaves = tree.flatten(output)
+            self._refuse_constants(index, template)
             self.read(self.taint_of(leaves), index)  # a layer that only makes views (Flatten) reads what it hands on
             self.paused = True
             leaves = [leaf.clone() for leaf in leaves]
             self.paused = False
             for number, leaf in enumerate(leaves):
                 self.mark(leaf, self.new_source("output", index, number), replace=True)
+                self.output_keys[self.key(leaf)] = index, number
             shape = tuple(inputs[0].shape) if inputs else ()
             self.output_templates[index] = (template, leaves, shape)
             return tree.unflatten(template, leaves)
 
         return gate
+
+    def _refuse_constants(self, index: int, template: Any) -> None:
+        """What a layer hands on beside tensors must be the same on every stage, which holds for plain values."""
+
+        def look(_: Any, value: Any) -> Any:
+            if tree.is_container(value):
+                tree.map_children(look, value)
+            elif not isinstance(value, (tree.Leaf, *_CONSTANTS, types.FunctionType)):
+                raise UnsupportedModuleError(
+                    f"layer {index} of {self.layers} returns an object of class {type(value).__name__}, which cannot "
+                    f"travel between stages: return tensors, numbers, strings, and lists, dicts or dataclasses of them"
+                )
+            return value
+
+        look(None, template)
+
+    def refuse_parameter_write(self, tensor: Tensor) -> None:
+        """Let only layers change parameters in the step, and see to it that the shared ones are put back."""
+        name = self.parameter_keys.get(self.key(tensor))
+        if name is None:
+            return
+        if not self.inside:
+            raise UnsupportedModuleError(
+                f"{type(self.original).__name__}.{self.step_name} changes the parameter {name} in place: stages that do "
+                f"not hold it could not follow; make it a buffer or do this between batches with a callback, or use "
+                f"pipeline_parallel_size=1"
+            )
+        self.parameter_writes.setdefault(name, set()).add(self.position)
+        if name not in self.saved_parameters:
+            parameter = self.shadow.get_parameter(name)
+            self.paused, paused = True, self.paused
+            self.saved_parameters[name] = parameter, parameter.data, parameter.data.clone()
+            self.paused = paused
 
     def _refuse_calls(self) -> None:
         called = self.called
@@ -282,6 +420,9 @@ class _Tracer:
                 f"use pipeline_parallel_size=1"
             )
 
+        for name, submodule in shadow.named_modules():
+            if name and isinstance(submodule, LightningModule):
+                object.__setattr__(submodule, "log", self._refused_log(name))
         for name, replacement in (("log", log), ("all_gather", all_gather)):
             object.__setattr__(shadow, name, replacement)
         trainer = self.original._trainer
@@ -295,13 +436,21 @@ class _Tracer:
 
         return restore
 
+    def _refused_log(self, name: str) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            raise UnsupportedModuleError(
+                f"{type(self.original).__name__}.{self.step_name} logs through {name}.log: only what the outermost "
+                f"LightningModule logs can be brought to all ranks; return the value and log it there"
+            )
+
+        return log
+
     def _layer_of_attribute(self, name: str) -> int | None:
         prefix = f"{self.layers}."
         if not name.startswith(prefix):
             return None
         index = name[len(prefix) :].split(".")[0]
-        names = [n for n, _ in self.shadow.get_submodule(self.layers).named_children()]
-        return names.index(index) if index in names else None
+        return self.layer_names.index(index) if index in self.layer_names else None
 
     def _refuse_reentrant(self, output: Any) -> None:
         stack: list[Any] = [t.grad_fn for t in tree.tensors_of(output) if t.grad_fn is not None]
@@ -323,31 +472,49 @@ class _Tracer:
 
     def _structure(self, buffer_keys: dict[str, int]) -> ModuleStructure:
         readers = {
-            name: frozenset(position for position, taint in self.read_at.items() if taint & bit)
+            name: frozenset(
+                position
+                for reads in (self.read_at, self.read_before)
+                for position, taint in reads.items()
+                if taint & bit
+            )
             for name, bit in self.parameter_bits.items()
         }
+        names_of = {id(p): name for name, p in self.shadow.named_parameters()}
+        for index, own in enumerate(self.layer_list):
+            for parameter in own.parameters():  # those that this microbatch has not used, too: experts, LayerDrop
+                readers[names_of[id(parameter)]] |= {index}
+        for name, written in self.parameter_writes.items():
+            if len(written | readers[name]) > 1:
+                raise UnsupportedModuleError(
+                    f"layer {min(written)} of {self.layers} changes the parameter {name} in place, which is also read "
+                    f"elsewhere: only one place may do both under a pipeline"
+                )
         bypasses = []
         live: set[tuple[int, int]] = set()
-        after = self.num_layers
         for number, (kind, position, index) in enumerate(self.sources):
             if kind == "parameter":
                 continue
-            bit = 1 << number
-            for reader in sorted(p for p, taint in self.read_at.items() if taint & bit):
+            bit, stale = 1 << number, number < self.stale
+            what = (
+                f"a value computed inside layer {position}"
+                if kind == "inside"
+                else f"output {index} of layer {position}"
+            )
+            for reader in _readers(self.read_before if stale else self.read_at, bit):
                 if kind == "output" and reader > position:
                     live.add((position, index))
                 first = position if kind == "inside" else position + 1
                 if reader - 1 >= first:
-                    place = "after the last layer" if reader == after else f"in layer {reader}"
-                    what = "a value computed inside" if kind == "inside" else f"output {index} of"
                     bypasses.append(
-                        Bypass(
-                            first_cut=first,
-                            last_cut=reader - 1,
-                            what=f"{what} layer {position}, read {place}",
-                        )
+                        Bypass(first_cut=first, last_cut=reader - 1, what=f"{what}, read {self._where(reader)}")
                     )
-        names = [f"{self.layers}.{n}" for n, _ in self.original.get_submodule(self.layers).named_children()]
+            for reader in _readers(self.read_at, bit) if stale else ():
+                if reader < position:
+                    what = f"{what}, kept and read {self._where(reader)} of the next step"
+                    bypasses.append(Bypass(first_cut=max(reader, 0), last_cut=position - 1, what=what))
+        bypasses += self._bypasses_of_attributes()
+        names = [f"{self.layers}.{name}" for name in self.layer_names]
         outputs = []
         for layer in range(self.num_layers):
             template, leaves, input_shape = self.output_templates[layer]
@@ -358,6 +525,7 @@ class _Tracer:
                     dtypes=tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves),
                     input_shape=input_shape,
                     live=tuple((layer, number) in live for number in range(len(leaves))),
+                    changed=tuple((layer, number) in self.changed_outputs for number in range(len(leaves))),
                 )
             )
         writers = {name: self.written_at[key] for name, key in buffer_keys.items() if key in self.written_at}
@@ -369,7 +537,44 @@ class _Tracer:
             buffer_writers=writers,
             bypasses=tuple(bypasses),
             step_metrics=tuple(dict.fromkeys(self.step_metrics)),
+            early_changes=tuple(self._early_changes(buffer_keys)),
+            changed_parameters=tuple(self.parameter_writes),
         )
+
+    def _where(self, position: int) -> str:
+        if position == BEFORE:
+            return "before the layers"
+        return "after the last layer" if position == self.num_layers else f"in layer {position}"
+
+    def _bypasses_of_attributes(self) -> list[Bypass]:
+        """Python values set at one place and read at another that another stage may run."""
+        found = []
+        for use in self.uses:
+            if use.key == "_update_count":  # of a metric, whose state is the last stage's
+                continue
+            for written, from_layer in sorted(use.written):
+                for read, in_layer in sorted(use.read):
+                    ends = [written, read]
+                    if not in_layer and 0 <= read < self.num_layers - 1:
+                        ends.append(read + 1)  # between layers: both neighbours may go on with it
+                    if not from_layer and read >= written:
+                        continue  # whoever reads has also run the place that set it
+                    first, last = max(min(ends), 0), max(ends) - 1
+                    if last >= first:
+                        later = " of the next step" if read < written else ""
+                        what = (
+                            f"{use.name}, a Python value set {self._where(written)} and read {self._where(read)}{later}"
+                        )
+                        found.append(Bypass(first_cut=first, last_cut=last, what=what))
+        return found
+
+    def _early_changes(self, buffer_keys: dict[str, int]) -> list[str]:
+        """What the step changes on the module outside of the layers and before their end: every stage does it."""
+        names = [name for name, key in buffer_keys.items() if key in self.written_early]
+        for use in self.uses:
+            if any(not inside and position < self.num_layers for position, inside in use.grew_at):
+                names.append(use.owner if use.key == "_update_count" else use.name)
+        return names
 
 
 class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -398,13 +603,17 @@ class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tree.tensors_of((args, kwargs))
         taint = tracer.taint_of(inputs)
         keys = {tracer.key(t) for t in inputs}
+        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
+        for tensor in written:
+            tracer.refuse_parameter_write(tensor)
         output = func(*args, **kwargs)
         if name in _VALUE_FREE:
             taint = 0
         if name in _TO_PYTHON:
             _read_by_python(tracer, taint)
             return output
-        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
+        if any(tag in func.tags for tag in _SHAPED_BY_VALUES):
+            _read_by_python(tracer, taint)
         results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
         fresh = [t for t in results if tracer.key(t) not in keys]
         if written or fresh or not results:
@@ -415,7 +624,13 @@ class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tracer.read(taint)
         for tensor in written:
             tracer.mark(tensor, taint)
-            tracer.written_at[tracer.key(tensor)] = tracer.here
+            key = tracer.key(tensor)
+            tracer.written_at[key] = tracer.here
+            if not tracer.inside:
+                if tracer.here < tracer.num_layers:
+                    tracer.written_early.add(key)
+                if key in tracer.output_keys:
+                    tracer.changed_outputs.add(tracer.output_keys[key])
         for tensor in fresh:
             tracer.mark(tensor, taint)
         return output
@@ -429,9 +644,28 @@ class _FollowPython(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
         if func in _READ_BY_PYTHON and args:
-            _read_by_python(self.tracer, self.tracer.taint_of(tree.tensors_of(args[0])))
+            _read_by_python(tracer, tracer.taint_of(tree.tensors_of(args[0])))
+        elif func in (torch.autograd.backward, Tensor.backward):
+            self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
+        elif func is torch.autograd.grad and tracer.called and not tracer.inside:
+            self._refuse(
+                "calls torch.autograd.grad after layers have run",
+                "no stage holds the whole graph; use pipeline_parallel_size=1",
+            )
+        elif func == _READ_GRAD and isinstance(args[0], nn.Parameter):
+            self._refuse(
+                "reads .grad of a parameter",
+                "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
+            )
+        elif func == _SET_DATA:
+            tracer.refuse_parameter_write(args[0])
         return func(*args, **(kwargs or {}))
+
+    def _refuse(self, what: str, why: str) -> None:
+        tracer = self.tracer
+        raise UnsupportedModuleError(f"{type(tracer.original).__name__}.{tracer.step_name} {what}: {why}")
 
 
 def _read_by_python(tracer: _Tracer, taint: int) -> None:
@@ -458,13 +692,33 @@ class _LoggerProbe:
         )
 
 
+def _readers(reads: dict[int, int], bit: int) -> list[int]:
+    return sorted(position for position, taint in reads.items() if taint & bit)
+
+
+def _plain_parts(value: Any) -> Any:
+    """The Python values in a layer's arguments, and those in the attributes of objects among them."""
+    parts: list[Any] = []
+
+    def look(_: Any, child: Any) -> Any:
+        if tree.is_container(child):
+            parts.append(len(child) if hasattr(child, "__len__") else 0)
+            tree.map_children(look, child)
+        elif isinstance(child, _CONSTANTS):
+            parts.append(repr(child))
+        elif not isinstance(child, (Tensor, nn.Module)) and hasattr(child, "__dict__"):
+            parts.append([(k, repr(v)) for k, v in vars(child).items() if isinstance(v, _CONSTANTS)])
+        return child
+
+    look(None, value)
+    return parts
+
+
 def _attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
     found: dict[str, Tensor] = {}
     skip = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks", "_trainer", "_fabric")
     for name, submodule in module.named_modules():
-        if isinstance(submodule, Metric):
-            continue
         for key, value in vars(submodule).items():
             if key in skip or not (isinstance(value, Tensor) or tree.is_container(value)):
                 continue

@@ -110,9 +110,7 @@ class Block(nn.Module):
 class MLPClassifier(Wild):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)
-        )
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES))
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
 
     def forward(self, x):
@@ -149,9 +147,7 @@ class NestedCNN(Wild):
         super().__init__()
 
         def stage(i, o):
-            return nn.Sequential(
-                nn.Conv2d(i, o, 3, stride=2, padding=1), nn.GroupNorm(2, o), nn.ReLU(inplace=True)
-            )
+            return nn.Sequential(nn.Conv2d(i, o, 3, stride=2, padding=1), nn.GroupNorm(2, o), nn.ReLU(inplace=True))
 
         self.features = nn.Sequential(stage(3, 4), stage(4, 8), stage(8, 16))
         self.classifier = nn.Linear(16, CLASSES)
@@ -167,12 +163,13 @@ class SmallResNet(Wild):
         def __init__(self, i, o, stride):
             super().__init__()
             self.conv1 = nn.Conv2d(i, o, 3, stride, 1, bias=False)
-            self.bn1 = nn.BatchNorm2d(o)
+            self.conv2 = nn.Conv2d(o, o, 3, 1, 1, bias=False)
+            self.bn1, self.bn2 = nn.BatchNorm2d(o), nn.BatchNorm2d(o)
             self.relu = nn.ReLU(inplace=True)
             self.down = nn.Conv2d(i, o, 1, stride) if stride > 1 else nn.Identity()
 
         def forward(self, x):
-            out = self.relu(self.bn1(self.conv1(x)))
+            out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
             out += self.down(x)
             return self.relu(out)
 
@@ -190,7 +187,7 @@ class SmallResNet(Wild):
         return F.cross_entropy(self.fc(self.pool(x).flatten(1)), y)
 
 
-@case("x = x + block(x): the residual is added outside of the block", refused="pass the value along")
+@case("x = x + block(x): the residual is added outside of the block", refused="output 0 of layer 0, read in layer 2")
 class OuterResidual(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -227,9 +224,7 @@ class InPlaceFirst(Wild):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
-        )
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
         self.out = nn.Linear(WIDTH, CLASSES)
 
     def training_step(self, batch, batch_idx):
@@ -572,12 +567,55 @@ class PythonRandom(Wild):
 
     def __init__(self) -> None:
         super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(self.Drop() for _ in range(4))
 
     def training_step(self, batch, batch_idx):
-        x = batch[0]
+        x = self.inp(batch[0]) + float(np.random.randn())
         for block in self.blocks:
             x = block(x)
+        return x.pow(2).mean()
+
+
+@case("sparse experts, most of which no token chooses when the module is traced", batch=tokens)
+class UnusedExperts(Wild):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(TOKENS))
+
+        def forward(self, x, ids):
+            out = torch.zeros_like(x)
+            for i in ids.unique().tolist():
+                out[ids == i] += self.experts[i](x[ids == i])
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(self.Experts() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return x.pow(2).mean()
+
+
+@case("dropout around the layers inside of activation checkpoints", random=True)
+class CheckpointedDropout(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.wrap = mlp(), True
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+
+            def run(x, layer=layer):
+                return F.dropout(layer(F.dropout(x, 0.2)), 0.3).sin()
+
+            x = checkpoint(run, x, use_reentrant=False) if self.wrap else run(x)
         return x.pow(2).mean()
 
 
@@ -840,8 +878,11 @@ class CountingLayers(Wild):
         return x.pow(2).mean()
 
 
-@case("a counter raised before the layers; 2 chunks a rank", refused="samples_seen",
-      options={"schedule": "interleaved_1f1b", "num_chunks": 2})
+@case(
+    "a counter raised before the layers; 2 chunks a rank",
+    refused="samples_seen",
+    options={"schedule": "interleaved_1f1b", "num_chunks": 2},
+)
 class CounterInterleaved(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -860,8 +901,11 @@ class CounterBefore(CounterInterleaved):
     pass
 
 
-@case("BatchNorm in the stem, 2 chunks a rank", refused="input_norm.running_mean",
-      options={"schedule": "interleaved_1f1b", "num_chunks": 2})
+@case(
+    "BatchNorm in the stem, 2 chunks a rank",
+    refused="input_norm.running_mean",
+    options={"schedule": "interleaved_1f1b", "num_chunks": 2},
+)
 class StemNormInterleaved(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -1011,6 +1055,146 @@ class ChangingHooks(Wild):
         return x.pow(2).mean()
 
 
+@case("BatchNorm in the head, behind the layers")
+class HeadNorm(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = mlp(), nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).pow(4).mean()
+
+
+@case(
+    "the labels are popped from the batch",
+    batch=lambda: dict(zip(["x", "y"], vectors(), strict=True)),
+    options={"num_microbatches": 1},
+)
+class PopsLabels(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        y = batch.pop("y")
+        return F.cross_entropy(self.net(batch["x"]), y % WIDTH)
+
+
+@case("EEGNet: layers clamp the norm of their own weight in place before using it")
+class MaxNorm(Wild):
+    class Renorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            self.linear.weight.data.renorm_(2, 0, 0.3)
+            self.linear.bias.data = self.linear.bias.data.clamp(-0.1, 0.1)
+            return self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Renorm() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.pow(2).mean()
+
+
+@case("nn.Embedding(max_norm=...), which changes its weight in the forward", batch=tokens, refused="in place")
+class EmbeddingMaxNorm(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(TOKENS, WIDTH, max_norm=1.0), mlp()
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@case("VQ-VAE: a codebook in the middle, moved in place by its layer, losses handed on")
+class VectorQuantised(Wild):
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.randn(6, WIDTH))
+            self.register_buffer("used", torch.ones(6))
+
+        def forward(self, pair):
+            x, loss = pair
+            nearest = torch.cdist(x, self.codes).argmin(-1)
+            onehot = F.one_hot(nearest, 6).to(x.dtype)
+            quantised = self.codes[nearest].clone()
+            if self.training:
+                self.used.mul_(0.9).add_(onehot.sum(0), alpha=0.1)
+                self.codes.lerp_(onehot.T @ x.detach() / self.used[:, None], 0.1)
+            return x + (quantised - x).detach(), loss + F.mse_loss(x, quantised)
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, pair):
+            return self.linear(pair[0]).tanh(), pair[1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(self.Half(), self.Codebook(), self.Half(), self.Half())
+
+    def training_step(self, batch, batch_idx):
+        x, commitment = self.net((batch[0], torch.zeros(())))
+        return F.mse_loss(x, batch[0]) + 0.25 * commitment
+
+
+@case("nn.Flatten and nn.Identity among the layers", batch=images)
+class ViewLayers(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 2, 3, stride=2),
+            nn.Identity(),
+            nn.Flatten(),
+            nn.Unflatten(1, (2, 9)),
+            nn.Flatten(),
+            nn.Linear(18, 4),
+        )
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class LoggingNet(pl.LightningModule):
+    """A LightningModule used as a part of another; it logs by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.log("hidden", x.norm())
+        return x
+
+
+@case("a LightningModule inside, which calls self.log of its own", refused="logs through net")
+class NestedLightning(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = LoggingNet()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+
 # ---------------------------------------------------------------- control flow, logging, Python
 
 
@@ -1043,11 +1227,27 @@ class LogsFloatBetween(Wild):
         return x.pow(2).mean()
 
 
-@case("a torchmetrics object updated with the hidden state from between the layers", refused="read after the last layer")
+class LastValue(torchmetrics.Metric):
+    """A metric that looks at no value in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+@case(
+    "a torchmetrics object updated with the hidden state from between the layers", refused="read after the last layer"
+)
 class MetricBetween(Wild):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.mean_norm = mlp(), torchmetrics.MeanMetric()
+        self.layers, self.mean_norm = mlp(), LastValue()
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
@@ -1270,8 +1470,10 @@ class CheckpointSequential(Wild):
         return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
 
 
-@case("checkpoint_sequential whose segments cross the cuts", refused="checkpoint each layer",
-      options={"pipeline_parallel_size": 3, "partition": [1, 2, 3]})
+@case(
+    "checkpoint_sequential whose segments cross the cuts",
+    options={"pipeline_parallel_size": 3, "partition": [1, 2, 3]},
+)
 class CheckpointAcross(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -1279,6 +1481,14 @@ class CheckpointAcross(Wild):
 
     def training_step(self, batch, batch_idx):
         return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
+
+
+@case(
+    "checkpoint_sequential with 2 chunks a rank",
+    options={"schedule": "interleaved_1f1b", "num_chunks": 2},
+)
+class CheckpointChunks(CheckpointAcross):
+    pass
 
 
 # ---------------------------------------------------------------- parametrised and unusual layers
@@ -1396,7 +1606,7 @@ class Tally:
         self.depth = 0
 
 
-@case("layers hand on an object of a class of their own, and count in it", refused="Tally")
+@case("layers hand on an object of a class of their own, and count in it", refused="changes Python values")
 class ObjectLayers(Wild):
     class Layer(nn.Module):
         def __init__(self):
@@ -1445,7 +1655,7 @@ class PositionBias(Wild):
         return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
 
 
-@case("TorchScript layers")
+@case("TorchScript layers", refused="TorchScript")
 class Scripted(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -1594,11 +1804,26 @@ class Bags(Wild):
         return F.mse_loss(x, target)
 
 
-@case("the same, with its own split_batch", batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)))
+@case(
+    "the same, with its own split_batch",
+    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+)
 class BagsSplit(Bags):
     def split_batch(self, batch, num_microbatches):
         ids, offsets, target = batch
         return [(ids[:12], offsets[:4], target[:4]), (ids[12:], offsets[4:] - 12, target[4:])]
+
+    def microbatch_weight(self, batch):
+        return len(batch[1])
+
+
+@case(
+    "its own split_batch, but nothing says what its parts weigh",
+    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+    refused="microbatch_weight",
+)
+class BagsUnweighted(Bags):
+    split_batch = BagsSplit.split_batch
 
 
 # ---------------------------------------------------------------- libraries
@@ -1623,7 +1848,14 @@ def build_gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=TOKENS, n_positions=8, n_embd=WIDTH, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            vocab_size=TOKENS,
+            n_positions=8,
+            n_embd=WIDTH,
+            n_layer=4,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
         )
     )
 

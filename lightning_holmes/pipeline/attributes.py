@@ -1,0 +1,136 @@
+"""Python values that a module keeps from one place of a step to another: counters, averages, dicts of numbers.
+
+No operator shows them, so trace.py watches the attributes themselves: which ones a step changes, and where it
+sets and reads them. Tensors are followed by trace.py; what objects of other classes hold is not looked into.
+
+    before = snapshot(module); step(); changed = changes(before, snapshot(module))
+    watch = AttributeWatch(module, changed, here); step(); watch.finish()
+    watch.uses[0].written, watch.uses[0].read
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import Metric
+
+Place = tuple[int, bool]  # position (see structure.py), whether inside that layer
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_RESERVED = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
+_MAX_ENTRIES = 10_000
+
+
+@dataclass(slots=True, kw_only=True)
+class Use:
+    """Where one attribute's value was set and read; ``grew_at``: where a set value differed from the one before."""
+
+    owner: str
+    key: str
+    written: set[Place] = field(default_factory=set)
+    read: set[Place] = field(default_factory=set)
+    grew_at: set[Place] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """``owner.key``."""
+        return f"{self.owner}.{self.key}" if self.owner else self.key
+
+
+def plain_content(value: Any, depth: int = 0) -> Hashable:
+    """The Python values in ``value`` and its containers; tensors and other objects count, but not their values."""
+    if isinstance(value, _SCALARS):
+        return type(value).__name__, repr(value)
+    if isinstance(value, np.ndarray):
+        return "array", value.shape, value.tobytes() if value.nbytes < _MAX_ENTRIES else float(value.sum())
+    if depth < 4 and isinstance(value, Mapping):
+        return tuple((repr(k), plain_content(v, depth + 1)) for k, v in list(value.items())[:_MAX_ENTRIES])
+    if depth < 4 and isinstance(value, (list, tuple, deque)):
+        return len(value), tuple(plain_content(v, depth + 1) for v in list(value)[-_MAX_ENTRIES:])
+    return type(value).__name__
+
+
+def snapshot(module: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """The plain content of every attribute of ``module`` and its parts; of metrics, how often they were updated."""
+    found: dict[tuple[str, str], Hashable] = {}
+    for owner, part in module.named_modules():
+        if isinstance(part, Metric):
+            found[owner, "_update_count"] = part._update_count
+            continue
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+        for key, value in vars(part).items():
+            if key not in _RESERVED:
+                found[owner, key] = plain_content(value)
+    return found
+
+
+def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> list[Any]:
+    """The keys whose content differs, or that are new."""
+    return [key for key, content in after.items() if key not in before or before[key] != content]
+
+
+class AttributeWatch:
+    """Notes where the attributes ``keys`` of ``module`` are set and read, from now on.
+
+    The parts that hold them get classes of their own, so ``module`` must be a copy that nobody else uses.
+
+    Args:
+        here: gives the present place of the step.
+    """
+
+    def __init__(self, module: nn.Module, keys: Iterable[tuple[str, str]], here: Callable[[], Place]) -> None:
+        self._here = here
+        self.uses: list[Use] = []
+        self._finishers: list[Callable[[], None]] = []
+        for owner, key in keys:
+            use = Use(owner=owner, key=key)
+            self.uses.append(use)
+            self._watch(module.get_submodule(owner), use)
+
+    def finish(self) -> None:
+        """Look at the containers a last time: what was put into them after their last reading."""
+        for finisher in self._finishers:
+            finisher()
+
+    def _watch(self, part: nn.Module, use: Use) -> None:
+        key, values = use.key, vars(part)
+        last: list[Any] = [plain_content(values[key]) if key in values else None, self._here()]
+
+        def notice() -> None:
+            """Whoever had the container last has changed it, if its content has changed since."""
+            content = plain_content(values.get(key))
+            if content != last[0]:
+                use.written.add(last[1])
+                use.grew_at.add(last[1])
+                last[0] = content
+
+        def read(_: Any) -> Any:
+            if key not in values:
+                raise AttributeError(key)
+            value = values[key]
+            notice()
+            use.read.add(self._here())
+            if isinstance(value, Mapping):
+                use.written.add(self._here())
+            last[1] = self._here()
+            return value
+
+        def write(_: Any, value: Any) -> None:
+            notice()
+            values[key] = value
+            use.written.add(self._here())
+            last[1] = self._here()
+            notice()
+
+        def delete(_: Any) -> None:
+            values.pop(key, None)
+            use.written.add(self._here())
+
+        part.__class__ = type(type(part).__name__, (type(part),), {key: property(read, write, delete)})
+        self._finishers.append(notice)
