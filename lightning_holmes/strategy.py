@@ -5,70 +5,62 @@ Trainer(strategy="holmes", devices=4)
 Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), devices=4)
 """
 
+import dataclasses
 import functools
 import os
-import platform
-import random
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_holmes import admission, checkpoint
+from lightning_holmes import admission, agreement, checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.mesh import ProcessGroups, build_process_groups, edge_pairs, join_shared
+from lightning_holmes.comm.mesh import ProcessGroups, build_process_groups, edge_pairs, join_shared, release
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.optim.clip import global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
-from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.runner import loss_of
-from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
+from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.pipeline.trace import trace_step
-from lightning_holmes.plan.partition import Partition, make_partition
-from lightning_holmes.plan.placement import Placement, clusters_of, make_placement
-from lightning_holmes.plan.plan import GroupPlan, Plan
+from lightning_holmes.plan.choose import PlanOptions, make_plan
+from lightning_holmes.plan.placement import Placement, make_placement
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.torch_private import default_store
-from lightning_holmes.version import __version__
 
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
-class HolmesStrategy(ParallelStrategy):
+class HolmesStrategy(ReplicaCollectives):
     """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
 
     Args:
@@ -120,13 +112,15 @@ class HolmesStrategy(ParallelStrategy):
             schedules=("auto", *SCHEDULE_NAMES),
         )
         self._topology_argument = topology
-        self._pipeline_parallel_size = pipeline_parallel_size
-        self._num_microbatches = num_microbatches
-        self._eval_num_microbatches = eval_num_microbatches
-        self._num_chunks = num_chunks
-        self._schedule = ("interleaved_1f1b" if num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
-        self._partition = partition
-        self._layers = layers
+        self._options = PlanOptions(
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            eval_num_microbatches=eval_num_microbatches,
+            schedule=("interleaved_1f1b" if num_chunks > 1 else "1f1b") if schedule == "auto" else schedule,
+            num_chunks=num_chunks,
+            partition=partition,
+            layers=layers,
+        )
         self._broadcast_batch = broadcast_batch
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -138,6 +132,7 @@ class HolmesStrategy(ParallelStrategy):
         self._failed = False
         self._plan: Plan | None = None
         self._pipeline: PipelineModule | None = None
+        self._ended: PipelineModule | None = None
         self._driver: StepDriver | None = None
         self._state: ModuleState | None = None
         self._grad_buffer: GradBuffer | None = None
@@ -246,13 +241,13 @@ class HolmesStrategy(ParallelStrategy):
             self._topology = Topology.single_cluster(self.num_nodes, max(1, self.world_size // self.num_nodes))
         else:
             self._topology = Topology.from_yaml(argument)
-        self._compare_ranks(self._argument_facts())
-        size = self._pipeline_parallel_size
-        size = len(self._topology.clusters) if size == "auto" else size
+        agreement.compare_ranks(self._argument_facts(), self.world_size)
+        wanted, chunks = self._options.pipeline_parallel_size, self._options.num_chunks
+        size = len(self._topology.clusters) if wanted == "auto" else wanted
         self._placement = make_placement(self._topology, world_size=self.world_size, pipeline_parallel_size=size)
-        if size == 1 and self._num_chunks > 1:
+        if size == 1 and chunks > 1:
             raise ConfigurationError(
-                f"num_chunks={self._num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
+                f"num_chunks={chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
             )
         self._groups = build_process_groups(
             self._placement,
@@ -260,8 +255,10 @@ class HolmesStrategy(ParallelStrategy):
             backend=self._process_group_backend or "gloo",
             device=self.root_device,
             timeout=self._timeout,
-            pairs=edge_pairs(size, self._num_chunks),
+            pairs=edge_pairs(size, chunks),
         )
+        # not at teardown: metrics and checkpoints use them after a run
+        weakref.finalize(self, release, self._groups.owned).atexit = False
 
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
@@ -274,14 +271,26 @@ class HolmesStrategy(ParallelStrategy):
         assert module is not None and self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         admission.check_module(module, trainer, self.precision_plugin, fitting=fitting)
-        self._compare_ranks(self._module_facts(module))
+        agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._broadcast_module()
-        self._same_random_state()
-        structure, batch_size = self._learn(trainer)
-        self._make_plan(structure, batch_size)
-        assert self._plan is not None and self._groups is not None
+        assert self._groups is not None and self._topology is not None and self._placement is not None
+        self._base_seed = self.broadcast(agreement.choose_seed())
+        agreement.broadcast_module(module, self.world_size)
+        agreement.share_random_state(self._groups.edges)
+        lesson = self._learn(trainer)
+        structure = lesson.structure
+        self._plan = make_plan(
+            self._options,
+            topology=self._topology,
+            placement=self._placement,
+            layers=None if structure is None else structure.layers,
+            num_layers=0 if structure is None else structure.num_layers,
+            batch_size=lesson.batch_size,
+            backend=self._process_group_backend or "none",
+        )
+        if structure is not None:
+            structure.check_partition(self._plan.partition)
         self._pipeline = PipelineModule(
             module,
             structure,
@@ -308,8 +317,8 @@ class HolmesStrategy(ParallelStrategy):
         self._driver = StepDriver(
             self._pipeline,
             self._groups.edges,
-            schedule=self._schedule,
-            num_chunks=self._num_chunks,
+            schedule=self._plan.schedule,
+            num_chunks=self._plan.num_chunks,
             device=self.root_device,
             broadcast_batch=self._broadcast_batch,
             splitter=self._splitter,
@@ -320,190 +329,37 @@ class HolmesStrategy(ParallelStrategy):
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
         self._same_metrics_everywhere(module)
-        self._same_random_state()
+        agreement.share_random_state(self._groups.edges)
         self._state.watch()
-
-    def _compare_ranks(self, facts: Mapping[str, str]) -> None:
-        """Stop if ranks run different software, arguments or modules, naming the difference."""
-        if self.world_size > 1:
-            everyone: list[Any] = [None] * self.world_size
-            dist.all_gather_object(everyone, facts)
-            admission.compare_facts(everyone)
 
     def _argument_facts(self) -> dict[str, str]:
         """Versions and arguments: compared before groups are built, which differing ones would make hang."""
         arguments = {
             "topology": self._topology.to_yaml() if self._topology is not None else "",
-            "pipeline_parallel_size": self._pipeline_parallel_size,
-            "num_microbatches": self._num_microbatches,
-            "eval_num_microbatches": self._eval_num_microbatches,
-            "schedule": self._schedule,
-            "num_chunks": self._num_chunks,
-            "partition": self._partition,
-            "layers": self._layers,
+            **dataclasses.asdict(self._options),
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,
         }
-        return {
-            "lightning_holmes": __version__,
-            "torch": str(torch.__version__),
-            "lightning": str(lightning.__version__),
-            "Python": ".".join(platform.python_version_tuple()[:2]),
-        } | {f"HolmesStrategy({name}=)": repr(value) for name, value in arguments.items()}
+        return agreement.version_facts() | {f"HolmesStrategy({n}=)": repr(v) for n, v in arguments.items()}
 
-    def _module_facts(self, module: "pl.LightningModule") -> dict[str, str]:
-        facts = {"module": type(module).__qualname__}
-        for name, parameter in module.named_parameters():
-            kind = str(parameter.dtype).removeprefix("torch.")
-            frozen = "" if parameter.requires_grad else ", frozen"
-            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{frozen}"
-        return facts
-
-    def _broadcast_module(self) -> None:
-        """Give all ranks rank 0's weights, buffers and seed, so that replicas never start unequal."""
-        seed = int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
-        self._base_seed = self.broadcast(seed)
-        if self.world_size == 1:
-            return
-        assert self.lightning_module is not None
-        with torch.no_grad():
-            for tensor in [*self.lightning_module.parameters(), *self.lightning_module.buffers()]:
-                data = tensor.detach().contiguous()
-                dist.broadcast(data, 0)
-                if data.data_ptr() != tensor.data_ptr():
-                    tensor.data = data
-
-    def _learn(self, trainer: "pl.Trainer") -> tuple[ModuleStructure | None, int | None]:
-        """Trace the steps that will run, on rank 0; returns the structure and the size of a training batch."""
-        samples = admission.sample_batches(trainer, self.root_device)
-        answer: list[Any] = [None]
-        if self.global_rank == 0:
-            try:
-                with preserved_random_state(self.root_device):
-                    answer = [self._trace(samples)]
-            except HolmesError as refusal:
-                answer = [refusal]
-        if self.world_size > 1:
-            dist.broadcast_object_list(answer, 0)
-        (result,) = answer
-        if isinstance(result, HolmesError):
-            raise result
-        structure, batch_size = result
-        return structure, batch_size
-
-    def _trace(self, samples: Mapping[str, Any]) -> tuple[ModuleStructure | None, int | None]:
-        module = self.lightning_module
-        assert module is not None and self._placement is not None
-        alone = self._placement.pipeline_parallel_size == 1
-        structure: ModuleStructure | None = None
-        batch_size: int | None = None
-        layers = self._layers
-        for step_name, batch in samples.items():
+    def _learn(self, trainer: "pl.Trainer") -> Lesson:
+        """What one batch of each loader teaches about the module."""
+        assert self._placement is not None and self.lightning_module is not None
+        samples = {}
+        for step_name, batch in admission.sample_batches(trainer, self.root_device).items():
             batch = self.precision_plugin.convert_input(batch)
-            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = self.batch_to_device(batch, dataloader_idx=0)
-            training = step_name == "training_step"
-            whole = (self._num_microbatches if training else self._eval_num_microbatches) in (1, "auto")
-            try:
-                size = self._splitter.batch_size(batch)
-                small = batch if size <= 2 else self._splitter.split(batch, -(-size // 2))[0]
-            except HolmesError:
-                if not (whole or callable(getattr(module, "split_batch", None))):
-                    raise
-                size, small = 1, batch
-            if training:
-                batch_size = size
-                self._check_batch_size(size)
-            context = functools.partial(self._step_context, step_name)
-            small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
-            arguments = (small, *([0] * (admission.step_arguments(module, step_name) - 1)))
-            try:
-                found = trace_step(module, step_name, arguments, layers=layers, context=context)
-            except Exception:
-                if alone:
-                    return None, batch_size
-                raise
-            splits = training and size > 1 and self._num_microbatches not in ((1, "auto") if alone else (1,))
-            if splits and not found.changed_parameters:
-                self._warn_of_batch_dependence(batch, arguments[1:], context)
-            structure = found if structure is None else structure.merged(found)
-            layers = structure.layers
-        return structure, batch_size
-
-    def _warn_of_batch_dependence(self, batch: Any, arguments: tuple[Any, ...], context: Callable[[], Any]) -> None:
-        assert self.lightning_module is not None
-        reason = describe_batch_dependence(self.lightning_module, batch, arguments, self._splitter, context=context)
-        if reason is not None:
-            rank_zero_warn(reason)
-
-    def _check_batch_size(self, batch_size: int) -> None:
-        wanted = self._num_microbatches
-        if isinstance(wanted, int) and batch_size < wanted:
-            raise ConfigurationError(
-                f"num_microbatches={wanted} but a batch of one replica has {batch_size} samples: raise the batch size "
-                f"to {wanted} or more, or set num_microbatches={batch_size} or less"
-            )
-
-    def _make_plan(self, structure: ModuleStructure | None, batch_size: int | None) -> None:
-        assert self._placement is not None and self._topology is not None
-        pipeline_size, chunks = self._placement.pipeline_parallel_size, self._num_chunks
-        notes = []
-        if structure is None:
-            partition = Partition((1,))
-            if self._partition != "uniform" or self._layers != "auto":
-                partition = Partition((1,))
-            layers = "(whole module)"
-        else:
-            partition = make_partition(self._partition, structure.num_layers, pipeline_size * chunks)
-            structure.check_partition(partition)
-            layers = structure.layers
-            if self._layers == "auto" and pipeline_size > 1:
-                notes.append(f"layers: {layers}, the largest list that every step calls in order")
-        if self._pipeline_parallel_size == "auto":
-            notes.append(f"pipeline_parallel_size: {pipeline_size}, one for each cluster")
-        wanted = self._num_microbatches
-        microbatches = 1 if wanted == "auto" else wanted
-        if wanted == "auto":
-            microbatches = 1 if pipeline_size == 1 else min(4 * pipeline_size, batch_size or 4 * pipeline_size)
-            notes.append(f"num_microbatches: {microbatches}, four a pipeline rank as far as the batch reaches")
-        evaluation = 1 if self._eval_num_microbatches == "auto" else self._eval_num_microbatches
-        if self._eval_num_microbatches == "auto" and pipeline_size > 1:
-            notes.append("eval_num_microbatches: 1, exact for any evaluation step")
-        backend = self._process_group_backend or "none"
-        groups = []
-        for rank in range(pipeline_size):
-            members = self._placement.data_parallel_group(rank)
-            if len(members) > 1:
-                name, reason = f"data_parallel_{rank}", "gradients of one stage"
-                groups.append(
-                    GroupPlan(name=name, axis="data_parallel", ranks=members, transport=backend, reason=reason)
-                )
-        for replica in range(self._placement.data_parallel_size if pipeline_size > 1 else 0):
-            members, name = self._placement.pipeline_group(replica), f"pipeline_{replica}"
-            groups.append(
-                GroupPlan(
-                    name=name,
-                    axis="pipeline",
-                    ranks=members,
-                    transport=backend,
-                    reason="activations between stages",
-                )
-            )
-        self._plan = Plan(
-            pipeline_parallel_size=pipeline_size,
-            data_parallel_size=self._placement.data_parallel_size,
-            num_microbatches=microbatches,
-            eval_num_microbatches=evaluation,
-            schedule=self._schedule,
-            num_chunks=chunks,
-            layers=layers,
-            partition=partition,
-            placement=self._placement,
-            clusters=tuple(
-                "+".join(clusters_of(self._placement, self._topology, rank)) for rank in range(pipeline_size)
-            ),
-            groups=tuple(groups),
-            notes=tuple(notes),
+            batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
+        return learn(
+            self.lightning_module,
+            samples,
+            self._options,
+            pipeline_parallel_size=self._placement.pipeline_parallel_size,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            splitter=self._splitter,
+            context=self._step_context,
         )
 
     def _print_plan(self) -> None:
@@ -599,25 +455,6 @@ class HolmesStrategy(ParallelStrategy):
                 else:
                     metric.process_group = group
 
-    def _same_random_state(self) -> None:
-        """Give all stages of a replica the first one's generators, so that their data loaders draw alike."""
-        assert self._groups is not None
-        edges = self._groups.edges
-        if edges is None:
-            return
-        import numpy as np
-
-        topic = 7
-        if edges.rank == 0:
-            for rank in range(1, edges.size):
-                edges.send_message(rank, topic, (random.getstate(), np.random.get_state(), torch.get_rng_state()))
-            edges.finish()
-        else:
-            python, numpy_state, host = edges.receive_message(0, topic)
-            random.setstate(python)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(host)
-
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
         try:
@@ -643,6 +480,10 @@ class HolmesStrategy(ParallelStrategy):
         return dataloader
 
     # steps
+
+    @property
+    def inside_step(self) -> bool:
+        return self._driver is not None and self._driver.inside_step
 
     def _step_context(self, step_name: str) -> Any:
         plugin = self.precision_plugin
@@ -769,63 +610,6 @@ class HolmesStrategy(ParallelStrategy):
         finally:
             self._accumulating = False
 
-    # collectives for Lightning and for hooks
-
-    def _outside_steps(self, what: str) -> None:
-        if self._driver is not None and self._driver.inside_step:
-            raise HolmesError(
-                f"{what} inside a step: the stages of a pipeline run different parts of it, so a collective would hang; "
-                f"call it in a hook at the end of a batch or an epoch"
-            )
-
-    def barrier(self, name: str | None = None) -> None:
-        self._outside_steps("strategy.barrier")
-        if not _distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._outside_steps("strategy.broadcast")
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
-        self._outside_steps("strategy.reduce")
-        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
-            return tensor
-        if group is None:
-            group = None if self._groups is None else self._groups.data_parallel
-            if group is None:
-                return tensor
-        if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Lightning's mean of whole numbers is cut down to one: an odd number of samples over two replicas
-            tensor = tensor.to(torch.float64 if tensor.device.type == "cpu" else torch.float32)
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over ``group``, by default over the replicas; the first dimension counts them."""
-        self._outside_steps("strategy.all_gather")
-        if group is None and self._groups is not None:
-            group = self._groups.data_parallel
-            if group is None and self.world_size > 1:
-                return tensor.unsqueeze(0)
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not _distributed_is_initialized():
-            return decision
-        self._outside_steps("strategy.reduce_boolean_decision")
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
     # checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -840,11 +624,12 @@ class HolmesStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's whole state on rank 0, numbered as plain Lightning does; all ranks must call."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._pipeline is None or self._groups is None or self._groups.data_parallel_rank != 0:
+        pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
+        if pipeline is None or self._groups is None or self._groups.data_parallel_rank != 0:
             return {}
         names = self._group_names[self.optimizers.index(optimizer)]
         with self._explaining():
-            return checkpoint.optimizer_state_dict(optimizer, names, self._pipeline, self._groups.edges)
+            return checkpoint.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges)
 
     def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
         assert self._pipeline is not None
@@ -896,7 +681,7 @@ class HolmesStrategy(ParallelStrategy):
                 owners = {s: ranks[s % len(ranks)] for s in range(self._plan.num_stages)}
                 with self._explaining():
                     checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
-            self._pipeline = None
+            self._ended, self._pipeline = self._pipeline, None
         if self._grad_buffer is not None:
             self._grad_buffer.close()
             self._grad_buffer = None

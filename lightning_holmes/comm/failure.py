@@ -35,10 +35,9 @@ class FailureWatch:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        store = store.clone() if hasattr(store, "clone") else store
+        self._store: Any = store.clone() if hasattr(store, "clone") else store
         # ranks start the same runs in the same order, so each counts for itself and all have the same number
-        run = store.add(f"holmes/runs/{rank}", 1)
-        self._store: Any = dist.PrefixStore(f"holmes/run/{run}", store)
+        self._run = self._store.add(f"holmes/runs/{rank}", 1)
         self._rank = rank
         self._world_size = world_size
         self._stop = threading.Event()
@@ -46,17 +45,20 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
+    def _key(self, name: str) -> str:
+        return f"holmes/run/{self._run}/{name}"
+
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands."""
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
-            if isinstance(exception, RemoteError) or self._store.add(_FIRST_KEY, 1) > 1:
+            if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
                 self._notice()
             else:
                 line = f"{type(exception).__name__}: {exception}"
                 text = "".join(traceback.format_exception(exception))
-                self._store.set(_KEY, json.dumps([self._rank, line, text]))
+                self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
                 end = time.monotonic() + _NOTICE_S
-                while self._store.add(_SEEN_KEY, 0) < self._world_size - 1 and time.monotonic() < end:
+                while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
                     time.sleep(0.05)
         self.stop()
 
@@ -64,15 +66,15 @@ class FailureWatch:
         """Tell the rank that failed first, which waits for it, that this one knows."""
         if not self._noticed:
             self._noticed = True
-            self._store.add(_SEEN_KEY, 1)
+            self._store.add(self._key(_SEEN_KEY), 1)
 
     def cause(self, wait_s: float = 0.0) -> tuple[int, str, str] | None:
         """(rank, one line, traceback) of the failure that was reported first, if any."""
         end = time.monotonic() + wait_s
         while True:
             try:
-                if self._store.check([_KEY]):
-                    rank, line, text = json.loads(self._store.get(_KEY))
+                if self._store.check([self._key(_KEY)]):
+                    rank, line, text = json.loads(self._store.get(self._key(_KEY)))
                     return rank, line, text
             except Exception:
                 return None

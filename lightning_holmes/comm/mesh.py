@@ -4,6 +4,7 @@ Every rank must build them, in the same order. The first use of a group happens 
 ranks would wait for each other.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +18,23 @@ from lightning_holmes.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """One rank's groups; None where a group would have one member."""
+    """One rank's groups; None where a group would have one member. ``owned``: all of them, for :func:`release`."""
 
     pipeline_rank: int
     data_parallel_rank: int
     pipeline: dist.ProcessGroup | None
     data_parallel: dist.ProcessGroup | None
     edges: DistributedEdges | None
+    owned: list[dist.ProcessGroup]
+
+
+def release(owned: list[dist.ProcessGroup]) -> None:
+    """Let go of groups: each of gloo's has threads of its own, which wake a hundred times a second."""
+    if dist.is_initialized():
+        for group in owned:
+            with contextlib.suppress(ValueError, RuntimeError):  # gone with WORLD
+                dist.destroy_process_group(group)
+    owned.clear()
 
 
 def build_process_groups(
@@ -43,8 +54,13 @@ def build_process_groups(
     """
     pipeline_rank, data_parallel_rank = placement.coordinate(rank)
 
+    owned: list[dist.ProcessGroup] = []
+
     def group(ranks: Sequence[int], name: str, kind: str = backend) -> dist.ProcessGroup | None:
-        return _new_group(ranks, name, rank, kind, device, timeout)
+        made = _new_group(ranks, name, rank, kind, device, timeout)
+        if made is not None:
+            owned.append(made)
+        return made
 
     data_parallel = None
     for stage_rank in range(placement.pipeline_parallel_size):
@@ -82,6 +98,7 @@ def build_process_groups(
         pipeline=pipeline,
         data_parallel=data_parallel,
         edges=edges,
+        owned=owned,
     )
 
 
@@ -109,6 +126,8 @@ def join_shared(
             else:
                 name = f"holmes_shared_{replica}_{'_'.join(map(str, members))}"
                 group = _new_group([ranks[m] for m in members], name, rank, backend, device, timeout)
+                if group is not None:
+                    groups.owned.append(group)
             if group is not None:
                 joined[members] = group
     return joined

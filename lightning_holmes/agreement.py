@@ -1,0 +1,87 @@
+"""What all ranks agree on before they train: versions, arguments and modules compared, weights and random state shared.
+
+Every rank must call each function, in the same order.
+"""
+
+import os
+import platform
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_holmes.admission import compare_facts
+from lightning_holmes.comm.edges import Edges
+from lightning_holmes.version import __version__
+
+TOPIC_RANDOM_STATE = 7
+
+
+def compare_ranks(facts: Mapping[str, str], world_size: int) -> None:
+    """Stop on all ranks if their ``facts`` differ.
+
+    Raises:
+        ConfigurationError: names the differences and the ranks.
+    """
+    if world_size > 1:
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, facts)
+        compare_facts(everyone)
+
+
+def version_facts() -> dict[str, str]:
+    """The versions that must be the same everywhere."""
+    return {
+        "lightning_holmes": __version__,
+        "torch": str(torch.__version__),
+        "lightning": str(lightning.__version__),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def module_facts(module: nn.Module) -> dict[str, str]:
+    """The class of a module, and shape, type and freezing of each parameter."""
+    facts = {"module": type(module).__qualname__}
+    for name, parameter in module.named_parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        frozen = "" if parameter.requires_grad else ", frozen"
+        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{frozen}"
+    return facts
+
+
+def choose_seed() -> int:
+    """The seed given to ``seed_everything``, or one of this process's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
+
+
+def broadcast_module(module: nn.Module, world_size: int) -> None:
+    """Give all ranks rank 0's weights and buffers, so that replicas never start unequal."""
+    if world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            data = tensor.detach().contiguous()
+            dist.broadcast(data, 0)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.data = data
+
+
+def share_random_state(edges: Edges | None) -> None:
+    """Give all stages of a replica the first one's generators, so that their data loaders draw alike."""
+    if edges is None:
+        return
+    if edges.rank == 0:
+        state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        for rank in range(1, edges.size):
+            edges.send_message(rank, TOPIC_RANDOM_STATE, state)
+        edges.finish()
+        return
+    python, numpy_state, host = edges.receive_message(0, TOPIC_RANDOM_STATE)
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(host)

@@ -1,0 +1,105 @@
+"""Choosing a plan: what the user has asked for, and what "auto" stands for. Pure: data in, data out.
+
+make_plan(options, topology=..., placement=..., num_layers=12, ...)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.placement import Placement, clusters_of
+from lightning_holmes.plan.plan import GroupPlan, Plan
+
+_MICROBATCHES_PER_RANK = 4
+WHOLE_MODULE = "(whole module)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The strategy's arguments that decide a plan; ``schedule`` is already a name."""
+
+    pipeline_parallel_size: int | Literal["auto"]
+    num_microbatches: int | Literal["auto"]
+    eval_num_microbatches: int | Literal["auto"]
+    schedule: str
+    num_chunks: int
+    partition: str | Sequence[int]
+    layers: str
+
+
+def make_plan(
+    options: PlanOptions,
+    *,
+    topology: Topology,
+    placement: Placement,
+    layers: str | None,
+    num_layers: int,
+    batch_size: int | None,
+    backend: str,
+) -> Plan:
+    """The plan of a run, with a note for each automatic choice.
+
+    Args:
+        layers: the name of the layer list that was found; None for a module that is run whole.
+        num_layers: its length.
+        batch_size: samples in a training batch of one replica, if that is known.
+        backend: what moves tensors between ranks.
+
+    Raises:
+        ConfigurationError: options that do not fit the module.
+    """
+    size, notes = placement.pipeline_parallel_size, []
+    if layers is None:
+        if options.partition != "uniform" or options.layers != "auto":
+            raise ConfigurationError(
+                f"layers={options.layers!r} and partition={options.partition!r} are for a pipeline, but this module runs "
+                f"whole and no layer list of it was found; leave them out"
+            )
+        partition = Partition((1,))
+    else:
+        partition = make_partition(options.partition, num_layers, size * options.num_chunks)
+        if options.layers == "auto" and size > 1:
+            notes.append(f"layers: {layers}, the largest list that every step calls in order")
+    if options.pipeline_parallel_size == "auto":
+        notes.append(f"pipeline_parallel_size: {size}, one for each cluster")
+    num_microbatches = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    if options.num_microbatches == "auto" and size > 1:
+        most = _MICROBATCHES_PER_RANK * size
+        num_microbatches = min(most, batch_size or most)
+        notes.append(f"num_microbatches: {num_microbatches}, four a pipeline rank as far as the batch reaches")
+    evaluation = 1 if options.eval_num_microbatches == "auto" else options.eval_num_microbatches
+    if options.eval_num_microbatches == "auto" and size > 1:
+        notes.append("eval_num_microbatches: 1, exact for any evaluation step")
+    return Plan(
+        pipeline_parallel_size=size,
+        data_parallel_size=placement.data_parallel_size,
+        num_microbatches=num_microbatches,
+        eval_num_microbatches=evaluation,
+        schedule=options.schedule,
+        num_chunks=options.num_chunks,
+        layers=layers or WHOLE_MODULE,
+        partition=partition,
+        placement=placement,
+        clusters=tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size)),
+        groups=tuple(_groups(placement, backend)),
+        notes=tuple(notes),
+    )
+
+
+def _groups(placement: Placement, backend: str) -> list[GroupPlan]:
+    """The groups of more than one rank: replicas of each stage, and pipelines."""
+    found = []
+    if placement.data_parallel_size > 1:
+        for rank in range(placement.pipeline_parallel_size):
+            members, reason = placement.data_parallel_group(rank), "gradients of one stage"
+            name = f"data_parallel_{rank}"
+            found.append(GroupPlan(name=name, axis="data_parallel", ranks=members, transport=backend, reason=reason))
+    if placement.pipeline_parallel_size > 1:
+        for replica in range(placement.data_parallel_size):
+            members, reason = placement.pipeline_group(replica), "activations between stages"
+            name = f"pipeline_{replica}"
+            found.append(GroupPlan(name=name, axis="pipeline", ranks=members, transport=backend, reason=reason))
+    return found
