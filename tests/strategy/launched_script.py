@@ -5,6 +5,7 @@ import sys
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from strategy_cases import Classifier, samples
 from torch.utils.data import DataLoader
 
@@ -20,6 +21,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=devices,
         num_nodes=nodes,
+        plugins=[KubeflowEnvironment()] if "KUBERNETES_PORT" in os.environ else None,
         strategy="holmes" if devices * nodes == 1 else HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
         max_epochs=1,
         logger=False,

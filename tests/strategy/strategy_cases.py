@@ -5,6 +5,7 @@ returns in one process is what every rank must return.
 """
 
 import csv
+import gc
 import math
 import os
 import random
@@ -382,6 +383,38 @@ def case_collects(setting: Setting) -> Any:
         "norms": module.norms,
         "losses": module.train_losses,
     }
+
+
+class FrontState(Classifier):
+    """Changes its state before the layers, where every stage runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.inputs = torchmetrics.MeanMetric()
+        self.sums: list[float] = []
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.count += 1
+        self.sums.append(float(x.sum()))
+        self.inputs.update(x.mean())
+        loss = F.cross_entropy(self(self.norm(x)), y)
+        self.log("count", float(self.count))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("inputs", self.inputs.compute())
+        self.log("updates", float(self.inputs.update_count))
+        self.inputs.reset()
+
+
+def case_front_state(setting: Setting) -> Any:
+    module = build(FrontState)
+    trainer = setting.trainer()
+    trainer.fit(module, setting.loader(samples()))
+    return outcome(setting, trainer, module) | {"count": module.count, "sums": module.sums}
 
 
 # callbacks
@@ -802,17 +835,21 @@ def case_resume(setting: Setting) -> Any:
         "ended": ended,
         "states": torch.load(path, weights_only=True)["optimizer_states"],
         "keys": sorted(torch.load(path, weights_only=True)),
+        "manual": _save_by_hand(setting, trainer),
         "validated": trainer.validate(build(Resumable), setting.loader(samples(16, 1)), ckpt_path=path, verbose=False),
-        "manual": _save_by_hand(setting, trainer, continued),
     }
 
 
-def _save_by_hand(setting: Setting, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+def _save_by_hand(setting: Setting, trainer: pl.Trainer) -> Any:
     path = setting.folder / "by_hand.ckpt"
     trainer.strategy.barrier()
     trainer.save_checkpoint(path, weights_only=True)
     trainer.strategy.barrier()
-    return torch.load(path, weights_only=True)["state_dict"]
+    small = torch.load(path, weights_only=True)["state_dict"]
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+    return small, torch.load(path, weights_only=True)["optimizer_states"]
 
 
 # running cases
@@ -837,6 +874,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     for name in payload["cases"]:
         setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload["replicas"])
         results[name] = run_case(name, setting)
+        gc.collect()  # process groups go with their strategy
         print(f"CASE {name} {'failed' if 'error' in results[name] else 'ran'}", flush=True)
         if "error" in results[name]:
             print(results[name]["error"], flush=True)

@@ -13,7 +13,7 @@ from launch import launch
 from strategy_cases import CASES, Classifier, Resumable, Setting, build, differences, run_case, samples
 
 # several microbatches run a step several times, which these cases would see
-WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume"]
+WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume", "front_state"]
 REPLICATED = [
     "logs",
     "metrics",
