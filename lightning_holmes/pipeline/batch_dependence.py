@@ -18,7 +18,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, weighted_mean
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import preserved_random_state, seed_all
-from lightning_holmes.pipeline.trace import shadow_copy
+from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _SAMPLES = 4

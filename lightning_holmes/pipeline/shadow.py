@@ -1,0 +1,69 @@
+"""Copies of a module that can be run without leaving a trace on the module itself."""
+
+import copy
+import types
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+
+def shadow_copy(module: LightningModule) -> LightningModule:
+    """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied."""
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if isinstance(value, (Dataset, DataLoader, torch.Generator)):
+                memo[id(value)] = value
+    try:
+        whole = dict(memo)
+        return _rebind_functions(copy.deepcopy(module, whole), whole)
+    except Exception:
+        for submodule in module.modules():
+            for key, value in vars(submodule).items():
+                if key in ("_modules", "_parameters", "_trainer"):
+                    continue
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    memo[id(value)] = value
+        return _rebind_functions(copy.deepcopy(module, memo), memo)
+
+
+def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+    """Let hooks and functions kept on the copied ``module`` refer to the copies, too: deepcopy leaves closures alone."""
+
+    def rebind(value: Any) -> Any:
+        if not isinstance(value, types.FunctionType):
+            return memo.get(id(value), value)
+        if id(value) in memo and memo[id(value)] is not value:
+            return memo[id(value)]
+        memo[id(value)] = value
+        cells = []
+        for cell in value.__closure__ or ():
+            try:
+                new = rebind(cell.cell_contents)
+            except ValueError:  # not filled yet
+                cells.append(cell)
+                continue
+            cells.append(cell if new is cell.cell_contents else types.CellType(new))
+        defaults = tuple(rebind(d) for d in value.__defaults__ or ())
+        same = all(a is b for a, b in zip(cells, value.__closure__ or (), strict=True)) and all(
+            a is b for a, b in zip(defaults, value.__defaults__ or (), strict=True)
+        )
+        if not same:
+            new = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, tuple(cells))
+            new.__kwdefaults__ = value.__kwdefaults__
+            vars(new).update(vars(value))
+            memo[id(value)] = new
+        return memo[id(value)]
+
+    for submodule in module.modules():
+        for key, value in list(vars(submodule).items()):
+            if isinstance(value, types.FunctionType):
+                vars(submodule)[key] = rebind(value)
+            elif "hooks" in key and isinstance(value, dict):
+                for handle, hook in value.items():
+                    value[handle] = rebind(hook)
+    return module
