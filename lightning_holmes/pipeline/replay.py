@@ -107,11 +107,19 @@ def positions_of(layers: range, num_layers: int) -> range:
     return range(first, num_layers + 1 if layers.stop == num_layers else layers.stop)
 
 
-def merge_calls(calls: Sequence[LogCall], sizes: Sequence[int], weights: Sequence[float], module: str) -> list[LogCall]:
+def merge_calls(
+    calls: Sequence[LogCall],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    module: str,
+    losses: Sequence[Tensor] | None = None,
+) -> list[LogCall]:
     """One call for each logged name, from those of all microbatches.
 
     Values whose reduction is the mean are averaged: by the ``batch_size`` given to the call, else by the
     microbatch's weight; sums are added, minima and maxima taken. ``batch_size`` becomes the whole batch's.
+    A logged value that is the loss itself (of ``losses``, one a microbatch) is averaged as the loss is, whatever
+    ``batch_size`` says: by ``microbatch_weight``.
     """
     grouped: dict[tuple[str, int], list[LogCall]] = {}
     counts: dict[tuple[str, int], int] = {}
@@ -122,11 +130,17 @@ def merge_calls(calls: Sequence[LogCall], sizes: Sequence[int], weights: Sequenc
     order = {key: index for index, key in enumerate(grouped)}
     merged = []
     for key in sorted(grouped, key=lambda k: (grouped[k][0].position, order[k])):
-        merged.append(_merge(grouped[key], sizes, weights, module))
+        merged.append(_merge(grouped[key], sizes, weights, module, losses))
     return merged
 
 
-def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float], module: str) -> LogCall:
+def _merge(
+    calls: list[LogCall],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    module: str,
+    losses: Sequence[Tensor] | None,
+) -> LogCall:
     first, last = calls[0], calls[-1]
     arguments = dict(first.arguments)
     given = [c.arguments.get("batch_size") for c in calls]
@@ -135,6 +149,8 @@ def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float],
         once = all(g == 1 for g in given) and any(sizes[c.microbatch] > 1 for c in calls)
         arguments["batch_size"] = 1 if once else sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
+        if losses is not None and all(_is_loss(c, losses) for c in calls):
+            call_weights = [weights[c.microbatch] for c in calls]
     else:
         call_weights = [weights[c.microbatch] for c in calls]
     if isinstance(first.value, MetricValue):
@@ -156,6 +172,11 @@ def _merge(calls: list[LogCall], sizes: Sequence[int], weights: Sequence[float],
                 f"sum, min or max, or log a torchmetrics.Metric"
             )
     return LogCall(name=first.name, value=value, arguments=arguments, position=first.position, microbatch=0)
+
+
+def _is_loss(call: LogCall, losses: Sequence[Tensor]) -> bool:
+    value, loss = call.value, losses[call.microbatch]
+    return isinstance(value, Tensor) and value.device == loss.device and bool((value == loss.detach()).all())
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:

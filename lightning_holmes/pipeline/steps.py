@@ -18,7 +18,7 @@ from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
-from lightning_holmes.pipeline.runner import PipelineRunner, StepJob
+from lightning_holmes.pipeline.runner import PipelineRunner, StepJob, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.plan.schedule import make_schedule
@@ -253,7 +253,11 @@ class StepDriver:
                     yield
                 calls += edges.receive_message(rank, TOPIC_CALLS)
         name = type(self.module).__name__
-        merged = merge_calls(calls, sizes, weights, name)
+        losses = None
+        if request.loss_scales is not None and weights != sizes:
+            losses = [loss_of(o, request.step_name) for o in job.outputs if o is not None]
+            losses = losses if len(losses) == len(sizes) else None
+        merged = merge_calls(calls, sizes, weights, name, losses)
         output = batches.merge_outputs(job.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert edges is not None
