@@ -8,6 +8,7 @@ Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), d
 import dataclasses
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -616,7 +617,7 @@ class HolmesStrategy(ReplicaCollectives):
         """The whole module's state on rank 0; {} elsewhere. All ranks must call."""
         if self._pipeline is None or self._groups is None:
             return super().lightning_module_state_dict()
-        if self._groups.data_parallel_rank != 0:
+        if self._groups.data_parallel_rank != 0 or self._failed:
             return {}
         with self._explaining():
             return checkpoint.module_state_dict(self._pipeline, self._groups.edges)
@@ -625,7 +626,7 @@ class HolmesStrategy(ReplicaCollectives):
         """The optimizer's whole state on rank 0, numbered as plain Lightning does; all ranks must call."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
-        if pipeline is None or self._groups is None or self._groups.data_parallel_rank != 0:
+        if pipeline is None or self._groups is None or self._groups.data_parallel_rank != 0 or self._failed:
             return {}
         names = self._group_names[self.optimizers.index(optimizer)]
         with self._explaining():
@@ -639,6 +640,10 @@ class HolmesStrategy(ReplicaCollectives):
             _optimizers_to_device([optimizer], self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._failed and self.world_size > 1:
+            # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
+            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part of the module")
+            return
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.is_global_zero and self._plan is not None and storage_options is None:
             self._plan.save(f"{filepath}.plan.yaml")
@@ -665,6 +670,10 @@ class HolmesStrategy(ReplicaCollectives):
             if cause is exception:
                 raise
             raise cause from None
+
+    def barrier(self, name: str | None = None) -> None:
+        if not self._failed:  # callbacks may still save, but the other ranks do not come any more
+            super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_holmes.strategy
+import lightning_holmes.agreement
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -104,12 +104,12 @@ def _topology(setting: Setting, text: str) -> None:
 
 
 def _other_version(setting: Setting) -> None:
-    own = lightning_holmes.strategy.__version__
-    lightning_holmes.strategy.__version__ = own if RANK == 0 else "0.0.1"
+    own = lightning_holmes.agreement.__version__
+    lightning_holmes.agreement.__version__ = own if RANK == 0 else "0.0.1"
     try:
         _fit(setting)
     finally:
-        lightning_holmes.strategy.__version__ = own
+        lightning_holmes.agreement.__version__ = own
 
 
 _GOOD = "clusters:\n  - name: a\n    hosts:\n      - {name: x, devices: 1}\n"
