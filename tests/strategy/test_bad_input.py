@@ -17,7 +17,7 @@ FAILURES = {
     "data loader": "ZeroDivisionError: planned failure: data loader",
     "different data": "broadcast_batch=True",
     "no loss": "returned NoneType without a loss tensor",
-    "killed": "Connection closed by peer",
+    "killed": "by peer",
 }
 LIMIT_S = 30.0
 
