@@ -1,6 +1,5 @@
 """What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
-import statistics
 import time
 from typing import Any
 
@@ -67,15 +66,14 @@ def build(hidden_size: int, num_layers: int) -> GPT:
 
 
 def one_process(options: dict[str, int]) -> dict[str, list[float]]:
-    """Median step seconds of each round: plain Lightning and the strategy, in turn, in this process."""
+    """Seconds of every step: plain Lightning and the strategy, in turn, in this process."""
     found: dict[str, list[float]] = {"plain": [], "holmes": []}
     for turn in range(options["rounds"]):
         order = ["plain", "holmes"] if turn % 2 == 0 else ["holmes", "plain"]
         for name in order:
             strategy = lightning_holmes.HolmesStrategy() if name == "holmes" else "auto"
             module = build(options["hidden_size"], options["num_layers"])
-            times = train(module, strategy, 1, options["batch_size"], options["steps"], 4)
-            found[name].append(statistics.median(times))
+            found[name] += train(module, strategy, 1, options["batch_size"], options["steps"], 4)
     return found
 
 
@@ -138,7 +136,7 @@ def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list
 
 
 def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
-    """Median step seconds of each round on the last stage: the strategy, and a bare loop, in turn."""
+    """Seconds of every step on this rank: the strategy, and a bare loop, in turn."""
     import torch.distributed as dist
 
     found: dict[str, list[float]] = {"bare": [], "holmes": []}
@@ -151,5 +149,5 @@ def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
                 times = train(module, strategy, 2, options["batch_size"], options["steps"], 4)
             else:
                 times = bare_loop(options, dist.get_rank(), microbatches)
-            found[name].append(statistics.median(times))
+            found[name] += times
     return found
