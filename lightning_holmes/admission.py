@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,6 +23,9 @@ from lightning_holmes.pipeline.seeds import preserved_random_state
 _BATCH_HOOKS = {
     "training_step": (
         "on_train_batch_end",
+        "on_train_batch_start",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
         "on_before_zero_grad",
         "on_before_backward",
         "on_after_backward",
@@ -31,9 +35,9 @@ _BATCH_HOOKS = {
         "optimizer_zero_grad",
         "configure_gradient_clipping",
     ),
-    "validation_step": ("on_validation_batch_end",),
-    "test_step": ("on_test_batch_end",),
-    "predict_step": ("on_predict_batch_end",),
+    "validation_step": ("on_validation_batch_end", "on_validation_batch_start"),
+    "test_step": ("on_test_batch_end", "on_test_batch_start"),
+    "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
 }
 
 
@@ -45,6 +49,7 @@ def check_arguments(
     num_chunks: Any,
     schedule: Any,
     schedules: Sequence[str],
+    backend: str | None = None,
 ) -> None:
     """Refuse strategy arguments that are wrong by themselves."""
     for name, value in (
@@ -56,6 +61,8 @@ def check_arguments(
             raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
     if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
         raise ConfigurationError(f"num_chunks={num_chunks!r} must be a whole number of at least 1")
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
     if num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b"):
@@ -66,7 +73,31 @@ def check_arguments(
         raise ConfigurationError('schedule="interleaved_1f1b" needs num_chunks of at least 2, say num_chunks=2')
 
 
-def check_module(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Precision, *, fitting: bool) -> None:
+def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Precision, *, is_pipeline: bool) -> None:
+    """Refuse what a trainer is to do with a module in fit, where the pipeline could not do it exactly.
+
+    Raises:
+        UnsupportedModuleError: names what it is and the cure.
+    """
+    name = type(module).__name__
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise UnsupportedModuleError(
+            'precision="16-mixed" scales the loss behind the pipeline\'s back; use "bf16-mixed", "bf16-true" or "32-true"'
+        )
+    if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
+        raise UnsupportedModuleError(
+            f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
+            f"gradients begin anew is then not known; remove one of them"
+        )
+    for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
+        if isinstance(callback, (BaseFinetuning, WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedModuleError(
+                f"the callback {type(callback).__name__} works on all parameters of the module, but each stage of a "
+                f"pipeline has its own only; leave it out, or use pipeline_parallel_size=1"
+            )
+
+
+def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bool = True) -> None:
     """Refuse a LightningModule that a pipeline cannot run as plain Lightning would.
 
     Raises:
@@ -94,6 +125,13 @@ def check_module(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Pr
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
+    for hook in ("on_before_optimizer_step", "on_after_backward") if is_pipeline else ():
+        code = getattr(inspect.unwrap(getattr(type(module), hook)), "__code__", None)
+        if code is not None and "grad_norm" in code.co_names:
+            raise UnsupportedModuleError(
+                f"{name}.{hook} calls grad_norm, which sees one stage's gradients; "
+                f"self.trainer.strategy.global_grad_norm(self.parameters()) gives the norm of the whole model"
+            )
     override = getattr(type(module), "configure_gradient_clipping", None)
     if is_overridden("configure_gradient_clipping", module) and override is not None:
         code = getattr(inspect.unwrap(override), "__code__", None)
@@ -104,15 +142,6 @@ def check_module(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Pr
                 f"self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...), which knows the "
                 f"norm of the whole model"
             )
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise UnsupportedModuleError(
-            'precision="16-mixed" scales the loss behind the pipeline\'s back; use "bf16-mixed", "bf16-true" or "32-true"'
-        )
-    if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
-        raise UnsupportedModuleError(
-            f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
-            f"gradients begin anew is then not known; remove one of them"
-        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -153,11 +182,12 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
     """The steps behind which a hook of the user runs each batch, and may read what the step left on the module."""
     found = set()
     for step_name, hooks in _BATCH_HOOKS.items():
-        own = any(is_overridden(hook, module) for hook in hooks)
+        own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
         callbacks = any(
             is_overridden(hook, callback, pl.Callback)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
+            if isinstance(callback, LambdaCallback)
+            or not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
             for hook in hooks
             if hasattr(pl.Callback, hook)
         )

@@ -45,12 +45,14 @@ def version_facts() -> dict[str, str]:
 
 
 def module_facts(module: nn.Module) -> dict[str, str]:
-    """The class of a module, and shape, type and freezing of each parameter."""
+    """The class of a module, shape, type and freezing of each parameter, shape and type of each buffer."""
     facts = {"module": type(module).__qualname__}
     for name, parameter in module.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{frozen}"
+    for name, buffer in module.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
     return facts
 
 

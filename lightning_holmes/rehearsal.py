@@ -177,7 +177,7 @@ def _check_steps(
 ) -> None:
     layers, num_microbatches, tolerance = report.layers, report.num_microbatches, report.tolerance
     try:
-        _check_module(module)
+        admission.check_module(module, fitting="training_step" in names)
         splitter = BatchSplitter()
         if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
             splitter.split(batch, num_microbatches)
@@ -224,13 +224,6 @@ def attached(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         module._trainer = None
-
-
-def _check_module(module: LightningModule) -> None:
-    if getattr(module, "_compiler_ctx", None) is not None or not module.automatic_optimization:
-        from lightning.pytorch.plugins.precision import Precision
-
-        admission.check_module(module, None, Precision(), fitting=True)  # type: ignore[arg-type]
 
 
 def _structure(

@@ -111,6 +111,7 @@ class HolmesStrategy(ReplicaCollectives):
             num_chunks=num_chunks,
             schedule=schedule,
             schedules=("auto", *SCHEDULE_NAMES),
+            backend=process_group_backend,
         )
         self._topology_argument = topology
         self._options = PlanOptions(
@@ -134,6 +135,8 @@ class HolmesStrategy(ReplicaCollectives):
         self._plan: Plan | None = None
         self._pipeline: PipelineModule | None = None
         self._ended: PipelineModule | None = None
+        self._metrics_before: list[tuple[Any, Any]] = []
+        self._last_step: int | None = None
         self._driver: StepDriver | None = None
         self._state: ModuleState | None = None
         self._grad_buffer: GradBuffer | None = None
@@ -225,6 +228,10 @@ class HolmesStrategy(ReplicaCollectives):
 
     def _connect(self) -> None:
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        if backend == "gloo" and self.root_device.type == "cuda":
+            raise ConfigurationError(
+                'process_group_backend="gloo" cannot send tensors between CUDA devices; use "nccl" or leave it out'
+            )
         self._process_group_backend = backend
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
@@ -271,7 +278,11 @@ class HolmesStrategy(ReplicaCollectives):
         module = self.lightning_module
         assert module is not None and self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        admission.check_module(module, trainer, self.precision_plugin, fitting=fitting)
+        assert self._placement is not None
+        is_pipeline = self._placement.pipeline_parallel_size > 1
+        admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
+        if fitting:
+            admission.check_run(module, trainer, self.precision_plugin, is_pipeline=is_pipeline)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -451,6 +462,7 @@ class HolmesStrategy(ReplicaCollectives):
         group = self._groups.data_parallel
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
+                self._metrics_before.append((metric, metric.distributed_available_fn))
                 if group is None:
                     metric.distributed_available_fn = _never
                 else:
@@ -505,6 +517,13 @@ class HolmesStrategy(ReplicaCollectives):
         assert self._grad_buffer is not None and self._driver is not None and self._plan is not None
         trainer = self._trainer
         step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if step == self._last_step:
+            raise UnsupportedModuleError(
+                f"{type(trainer.optimizers[0]).__name__} evaluates its closure more than once for a batch, or optimizer_step "
+                f"does: the stages of a pipeline, which know their own gradients only, would part ways; use an optimizer "
+                f"that steps once a batch"
+            )
+        self._last_step = step
         self._grad_buffer.begin()
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._scale_losses
@@ -690,7 +709,13 @@ class HolmesStrategy(ReplicaCollectives):
                 owners = {s: ranks[s % len(ranks)] for s in range(self._plan.num_stages)}
                 with self._explaining():
                     checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
-            self._ended, self._pipeline = self._pipeline, None
+            if self._grad_buffer is not None:
+                self._ended = self._pipeline
+            self._pipeline = None
+        for metric, available in self._metrics_before:
+            metric.process_group, metric.distributed_available_fn = None, available
+        self._metrics_before.clear()
+        self._last_step = None
         if self._grad_buffer is not None:
             self._grad_buffer.close()
             self._grad_buffer = None

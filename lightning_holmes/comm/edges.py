@@ -110,6 +110,7 @@ class DistributedEdges:
         self._in_flight: list[tuple[Any, Tensor]] = []
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
+        self._in_flight = [(work, data) for work, data in self._in_flight if not work.is_completed()]
         for tensor in tensors:
             data = tensor.detach().contiguous()
             work = dist.isend(data, self.ranks[destination], group=self._outgoing[destination])

@@ -27,4 +27,4 @@ def global_grad_norm(
         return norm
     squared = norm.to(device, torch.float64 if device.type == "cpu" else torch.float32).square()
     dist.all_reduce(squared, group=pipeline_group)
-    return squared.sqrt().to(norm.dtype)
+    return squared.sqrt().float()

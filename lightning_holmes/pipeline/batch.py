@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +118,7 @@ def signature(batch: Any) -> Hashable:
 def checksum(batch: Any) -> int:
     """A number that differs when two ranks hold different samples: CRC-32 of the tensors' bytes (host) or
     two wrapping sums of them (device, where the bytes do not leave the accelerator)."""
-    result = zlib.crc32(repr(signature(batch)).encode())
+    result = zlib.crc32(repr((signature(batch), _constants_of(batch))).encode())
     for _, tensor in _named_tensors(batch):
         if tensor.is_sparse or tensor.is_quantized or tensor.numel() == 0:
             continue
@@ -125,11 +126,25 @@ def checksum(batch: Any) -> int:
         if data.device.type == "cpu":
             result = zlib.crc32(data.numpy().data, result)
         else:
-            words = data.view(torch.int32) if data.numel() % 4 == 0 else data
+            aligned = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
+            words = data.view(torch.int32) if aligned else data
             places = torch.arange(words.numel(), device=words.device) % 65521 + 1
             total = torch.stack([words.sum(dtype=torch.int64), (words * places).sum(dtype=torch.int64)])
             result = zlib.crc32(total.cpu().numpy().data, result)
     return result
+
+
+def _constants_of(value: Any) -> Any:
+    """The strings, numbers and NumPy arrays of a batch, in order; other objects by their class."""
+    if isinstance(value, Tensor):
+        return None
+    if tree.is_container(value):
+        found: list[Any] = []
+        tree.map_children(lambda key, child: found.append((str(key), _constants_of(child))) or child, value)  # type: ignore[func-returns-value]
+        return found
+    if isinstance(value, np.ndarray):
+        return value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
+    return value if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], name: str) -> Any:

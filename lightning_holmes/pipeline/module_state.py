@@ -4,6 +4,7 @@ Only the last stage runs a step to its end, so only there ``self.losses.append(l
 hooks that read such things, the rank that knows an attribute best hands it to the others of its pipeline.
 """
 
+import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from typing import Any
@@ -27,7 +28,7 @@ _UNCHANGED = object()
 
 
 class ModuleState:
-    """Watches the plain attributes and metrics of ``pipeline``'s module.
+    """Watches the plain attributes, buffers and metrics of ``pipeline``'s module.
 
     Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since.
     """
@@ -43,6 +44,7 @@ class ModuleState:
         """Take the present attributes as known to all ranks."""
         if self._edges is not None and self._edges.size > 1:
             self._seen = {key: _fingerprint(value) for key, value in self._attributes().items()}
+            self._seen |= {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
 
     def synchronise(self) -> None:
         """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
@@ -54,7 +56,8 @@ class ModuleState:
         for rank in others:
             edges.send_message(rank, TOPIC_STATE, mine)
         for rank in others:
-            self._apply(*edges.receive_message(rank, TOPIC_STATE))
+            with torch.inference_mode(False):  # what arrives stays, and hooks may change it
+                self._apply(*edges.receive_message(rank, TOPIC_STATE))
         edges.finish()
         self.watch()
 
@@ -68,20 +71,38 @@ class ModuleState:
                     found[name, key] = value
         return found
 
-    def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, tuple[dict[str, Any], int]]]:
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers whose copy on this rank counts."""
+        pipeline = self._pipeline
+        return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
+
+    def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         attributes = {
             key: tree.map_tensors(_to_host, value)
             for key, value in self._attributes().items()
             if self._seen.get(key, _UNCHANGED) != _fingerprint(value)
         }
+        buffers = {
+            name: _to_host(buffer)
+            for name, buffer in self._buffers().items()
+            if self._seen.get(("", name), _UNCHANGED) != _fingerprint(buffer)
+        }
         metrics = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
                 metrics[name] = (tree.map_tensors(_to_host, module.metric_state), module.update_count)
-        return attributes, metrics
+        return attributes, buffers, metrics
 
-    def _apply(self, attributes: dict[tuple[str, str], Any], metrics: dict[str, tuple[dict[str, Any], int]]) -> None:
+    def _apply(
+        self,
+        attributes: dict[tuple[str, str], Any],
+        buffers: dict[str, Tensor],
+        metrics: dict[str, tuple[dict[str, Any], int]],
+    ) -> None:
         module = self._pipeline.module
+        for name, buffer in buffers.items():
+            path, _, key = name.rpartition(".")
+            module.get_submodule(path)._buffers[key] = self._to_device(buffer)
         for (name, key), value in attributes.items():
             owner = module.get_submodule(name)
             value = tree.map_tensors(self._to_device, value)
@@ -119,12 +140,25 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
+class _Seen:
+    """A tensor as it was seen; keeps it alive, so that no other can take its place unnoticed."""
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self._tensor, self._version = tensor, version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self._tensor is other._tensor and self._version == other._version
+
+    def __hash__(self) -> int:
+        return hash((id(self._tensor), self._version))
+
+
 def _fingerprint(value: Any) -> Hashable:
     """Something that differs once ``value`` has changed."""
     if isinstance(value, Tensor):
-        return "tensor", id(value), tensor_version(value)
+        return _Seen(value, tensor_version(value))
     if isinstance(value, np.ndarray):
-        return "array", id(value), value.tobytes() if value.nbytes < 4096 else float(value.sum())
+        return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, dict):
         return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items())
     if isinstance(value, (list, tuple, deque, set)):

@@ -101,7 +101,7 @@ class ModuleStructure:
             )
 
     def parameters_of(self, partition: Partition, stage: int) -> set[str]:
-        """Names of the parameters which ``stage`` needs; those that nothing reads live on stage 0."""
+        """Names of the parameters which ``stage`` needs; those that no traced step reads live on every stage."""
         return {name for name, readers in self.readers.items() if stage in self._stages(partition, readers)}
 
     def stages_of(self, partition: Partition, name: str) -> tuple[int, ...]:
@@ -119,7 +119,8 @@ class ModuleStructure:
         return partition.num_stages - 1 if position >= self.num_layers else partition.stage_of(position)
 
     def _stages(self, partition: Partition, readers: frozenset[int]) -> set[int]:
-        return {self.stage_at(partition, position) for position in readers} or {0}
+        stages = {self.stage_at(partition, position) for position in readers}
+        return stages or set(range(partition.num_stages))  # read by no traced step, but perhaps by a later one
 
     def merged(self, other: "ModuleStructure") -> "ModuleStructure":
         """The structure for a module that runs both traced steps: everything that either needs."""

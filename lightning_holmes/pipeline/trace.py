@@ -410,6 +410,11 @@ class _Tracer:
     # the verdict
 
     def _structure(self, buffer_keys: dict[str, int]) -> ModuleStructure:
+        for name, buffer in self.shadow.named_buffers():
+            if self.key(buffer) != buffer_keys.get(name):  # assigned anew: counts as written at the end of the step
+                self.written_at[buffer_keys[name] if name in buffer_keys else self.key(buffer)] = self.num_layers
+                if self._layer_of_attribute(name) is None:
+                    self.read(self.taint.get(self.key(buffer), 0), self.num_layers)
         readers = {
             name: frozenset(
                 position

@@ -1,0 +1,61 @@
+"""What steps leave on a module: changes are seen, however memory is used again, and reach the other ranks."""
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
+from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.partition import Partition
+
+
+class Keeper(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.last = torch.zeros(())
+        self.losses: list[torch.Tensor] = []
+        self.table = np.zeros(10_000)
+        self.register_buffer("correct", torch.zeros(()))
+
+
+def state_of(module: LightningModule) -> ModuleState:
+    pipeline = PipelineModule(module, None, Partition((1,)), [0], torch.device("cpu"))
+    return ModuleState(pipeline, LocalEdges(0, 2, LocalMailbox()), torch.device("cpu"))
+
+
+def test_a_new_tensor_in_a_freed_ones_place_is_a_change() -> None:
+    module = Keeper()
+    state = state_of(module)
+    for epoch in range(50):
+        state.watch()
+        for step in range(2):
+            module.last = torch.full((), float(epoch * 2 + step))
+        attributes, _, _ = state._changes()
+        assert float(attributes["", "last"]) == epoch * 2 + 1
+
+
+def test_arrays_lists_and_buffers_changed_in_place_are_seen_and_nothing_else() -> None:
+    module = Keeper()
+    state = state_of(module)
+    state.watch()
+    assert state._changes() == ({}, {}, {})
+    module.table[0], module.table[1] = 1.0, -1.0
+    module.losses.append(torch.ones(()))
+    module.correct += 1
+    attributes, buffers, _ = state._changes()
+    assert sorted(key for _, key in attributes) == ["losses", "table"] and list(buffers) == ["correct"]
+
+
+def test_changes_are_put_on_another_ranks_module() -> None:
+    source, target = Keeper(), Keeper()
+    sender, receiver = state_of(source), state_of(target)
+    sender.watch()
+    kept = target.losses
+    source.losses.append(torch.ones(()))
+    source.correct = source.correct + 3
+    receiver._apply(*sender._changes())
+    assert target.losses is kept and float(kept[0]) == 1.0 and float(target.correct) == 3.0
+    assert target.correct is dict(target.named_buffers())["correct"]

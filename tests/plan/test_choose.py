@@ -1,0 +1,65 @@
+"""Choosing a plan: what "auto" stands for is noted, and what does not fit is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.choose import WHOLE_MODULE, PlanOptions, make_plan
+from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.plan import Plan
+
+AUTO = PlanOptions(
+    pipeline_parallel_size="auto",
+    num_microbatches="auto",
+    eval_num_microbatches="auto",
+    schedule="1f1b",
+    num_chunks=1,
+    partition="uniform",
+    layers="auto",
+)
+
+
+def plan_of(
+    pipeline: int, world: int, *, layers: str | None = "net", batch_size: int | None = 32, **options: Any
+) -> Plan:
+    topology = Topology.single_cluster(1, world)
+    return make_plan(
+        dataclasses.replace(AUTO, **options),
+        topology=topology,
+        placement=make_placement(topology, world_size=world, pipeline_parallel_size=pipeline),
+        layers=layers,
+        num_layers=8,
+        batch_size=batch_size,
+        backend="gloo",
+    )
+
+
+@pytest.mark.parametrize(("pipeline", "batch", "expected"), [(1, 32, 1), (2, 32, 8), (2, 5, 5), (4, None, 16)])
+def test_automatic_microbatches_are_four_a_rank_as_far_as_the_batch_reaches(
+    pipeline: int, batch: int | None, expected: int
+) -> None:
+    plan = plan_of(pipeline, 4, batch_size=batch)
+    assert plan.num_microbatches == expected and plan.eval_num_microbatches == 1
+    assert any("num_microbatches" in note for note in plan.notes) == (pipeline > 1)
+
+
+def test_every_group_of_several_ranks_is_in_the_plan_once() -> None:
+    plan = plan_of(2, 4)
+    assert sorted((g.axis, g.ranks) for g in plan.groups) == [
+        ("data_parallel", (0, 1)),
+        ("data_parallel", (2, 3)),
+        ("pipeline", (0, 2)),
+        ("pipeline", (1, 3)),
+    ]
+    assert plan_of(1, 1).groups == ()
+    assert Plan.from_yaml_text(plan.to_yaml()) == plan
+
+
+def test_a_module_without_layers_runs_whole_but_takes_no_options_for_layers() -> None:
+    assert plan_of(1, 2, layers=None).layers == WHOLE_MODULE
+    for options in ({"layers": "model.layers"}, {"partition": [8]}):
+        with pytest.raises(ConfigurationError, match="whole"):
+            plan_of(1, 2, layers=None, **options)
