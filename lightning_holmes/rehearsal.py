@@ -8,6 +8,7 @@ thing to do with a new module.
     assert report.ok
 """
 
+import io
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +67,7 @@ class CheckReport:
     stages: tuple[int, ...]
     num_microbatches: int
     tolerance: float
-    rows: list[Difference] = field(default_factory=list)
+    rows: list[Difference] = field(default_factory=list, repr=False)
     refused: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -74,6 +75,13 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether everything compared was equal within the tolerance."""
         return self.refused is None and all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        """The table, as :meth:`print` shows it."""
+        console = Console(width=120, file=io.StringIO())
+        self.print(console)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
 
     def print(self, console: Console | None = None) -> None:
         """Print a table: every loss and log, the worst gradients, and all that differs."""

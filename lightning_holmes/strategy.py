@@ -337,12 +337,25 @@ class HolmesStrategy(ReplicaCollectives):
         )
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
+        self._answer_sigterm_between_batches(trainer)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
         self._same_metrics_everywhere(module)
         agreement.share_random_state(self._groups.edges)
         self._state.watch()
+
+    def _answer_sigterm_between_batches(self, trainer: "pl.Trainer") -> None:
+        """Let SIGTERM set a flag only: Lightning's handler broadcasts in the midst of a batch, while other stages wait
+        for this one. Before each batch Lightning tells all ranks whether rank 0 has been asked to end."""
+        connector: Any = trainer._signal_connector
+
+        def note_sigterm(signum: int, _: Any) -> None:
+            if not connector.received_sigterm and self.launcher is not None:
+                self.launcher.kill(signum)
+            connector.received_sigterm = True
+
+        connector._sigterm_notifier_fn = note_sigterm
 
     def _argument_facts(self) -> dict[str, str]:
         """Versions and arguments: compared before groups are built, which differing ones would make hang."""

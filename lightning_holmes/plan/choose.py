@@ -64,7 +64,8 @@ def make_plan(
         if options.layers == "auto" and size > 1:
             notes.append(f"layers: {layers}, the largest list that every step calls in order")
     if options.pipeline_parallel_size == "auto":
-        notes.append(f"pipeline_parallel_size: {size}, one for each cluster")
+        hint = "" if size > 1 else "; for a pipeline give pipeline_parallel_size, or a topology with several clusters"
+        notes.append(f"pipeline_parallel_size: {size}, one for each cluster{hint}")
     num_microbatches = 1 if options.num_microbatches == "auto" else options.num_microbatches
     if options.num_microbatches == "auto" and size > 1:
         most = _MICROBATCHES_PER_RANK * size
