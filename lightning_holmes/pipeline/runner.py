@@ -28,7 +28,8 @@ class StepJob:
 
     ``step(run, microbatch)`` calls the user's step; ``loss_scales`` multiplies each microbatch's loss for
     the backward (None: no backward); ``seeds`` are those of the microbatches (None: leave the generators
-    alone); ``signatures`` tell microbatches of different shapes apart. ``outputs`` is filled on the rank of
+    alone); ``signatures`` tell microbatches of different shapes apart; ``after_forwards()`` is called when this
+    rank has run its last forward, while backwards go on. ``outputs`` is filled on the rank of
     the last stage.
     """
 
@@ -38,6 +39,7 @@ class StepJob:
     signatures: Sequence[Hashable]
     seeds: Sequence[int] | None = None
     loss_scales: Callable[[], Sequence[float]] | None = None
+    after_forwards: Callable[[], None] | None = None
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -77,6 +79,7 @@ class _Batch:
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
         self.scales: Sequence[float] | None = None
+        self.forwards_left = len(self.module.stages) * job.schedule.num_microbatches
 
     def perform(self, action: Action) -> Generator[None, None, None]:
         if action.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
@@ -85,6 +88,9 @@ class _Batch:
             self._post_known(source)
         elif action.op is Op.FORWARD:
             yield from self._forward(action)
+            self.forwards_left -= 1
+            if self.forwards_left == 0 and self.job.after_forwards is not None:
+                self.job.after_forwards()
         elif action.op is Op.BACKWARD:
             yield from self._backward(action)
         elif action.op is Op.SEND_ACTIVATION:

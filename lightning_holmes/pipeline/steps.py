@@ -132,6 +132,7 @@ class StepDriver:
             step=self._make_step(request, microbatches),
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, index) for index in range(count)],
+            after_forwards=None if self.has_last_stage else self._send_calls,
             loss_scales=(lambda: request.loss_scales(weights)) if training else None,  # type: ignore[misc]
         )
         structure = self.pipeline.structure
@@ -232,6 +233,11 @@ class StepDriver:
 
         return run_step
 
+    def _send_calls(self) -> None:
+        """Tell the last stage what this rank's stages have logged, early enough that nobody waits for it."""
+        assert self.edges is not None
+        self.edges.send_message(self.edges.size - 1, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
+
     def _share(
         self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float]
     ) -> Generator[None, None, StepResult]:
@@ -241,7 +247,6 @@ class StepDriver:
         if not self.has_last_stage:
             assert edges is not None
             last = edges.size - 1
-            edges.send_message(last, TOPIC_CALLS, [_to_host(c) for c in calls])
             while not edges.has_message(last, TOPIC_RESULT):
                 yield
             output, calls = edges.receive_message(last, TOPIC_RESULT)
