@@ -3,6 +3,7 @@
 Every check here is made before training, on all ranks alike.
 """
 
+import dis
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -184,7 +185,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
     for step_name, hooks in _BATCH_HOOKS.items():
         own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
         callbacks = any(
-            is_overridden(hook, callback, pl.Callback)
+            is_overridden(hook, callback, pl.Callback) and _uses_its_arguments(getattr(callback, hook))
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if isinstance(callback, LambdaCallback)
             or not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
@@ -194,6 +195,23 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
         if own or callbacks:
             found.add(step_name)
     return frozenset(found)
+
+
+def _uses_its_arguments(hook: Any) -> bool:
+    """Whether a callback's hook looks at trainer, module or batch at all; a clock does not, and need not be waited for."""
+    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    if code is None:
+        return True
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = set(code.co_varnames[1:count])
+    if names & set(code.co_cellvars):
+        return True
+    for instruction in dis.get_instructions(code):
+        read = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if instruction.opname.startswith("LOAD_FAST") and names.intersection(read):
+            return True
+    return False
 
 
 def step_arguments(module: nn.Module, step_name: str) -> int:
