@@ -204,7 +204,7 @@ def _uses_its_arguments(hook: Any) -> bool:
         return True
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = set(code.co_varnames[1:count])
+    names = set(code.co_varnames[hasattr(hook, "__self__") : count])
     if names & set(code.co_cellvars):
         return True
     for instruction in dis.get_instructions(code):

@@ -122,17 +122,17 @@ def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list
 
     schedule = Schedule1F1B(stage, num_microbatches, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(stage_module.parameters(), lr=1e-3)
-    times = []
+    marks = []
     for batch in DataLoader(Windows(options["batch_size"] * (options["steps"] + 4)), batch_size=options["batch_size"]):
-        started = time.perf_counter()
+        marks.append(time.perf_counter())  # from one step's start to the next one's, as for the strategy
         optimizer.zero_grad()
         if rank == 0:
             schedule.step(batch["input_ids"])
         else:
             schedule.step(target=batch["labels"], losses=[])
         optimizer.step()
-        times.append(time.perf_counter() - started)
-    return times[4:]
+    marks.append(time.perf_counter())
+    return [b - a for a, b in zip(marks[4:], marks[5:], strict=False)]
 
 
 def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
