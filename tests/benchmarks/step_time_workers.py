@@ -1,5 +1,6 @@
 """What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
+import itertools
 import time
 from typing import Any
 
@@ -132,7 +133,7 @@ def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list
             schedule.step(target=batch["labels"], losses=[])
         optimizer.step()
     marks.append(time.perf_counter())
-    return [b - a for a, b in zip(marks[4:], marks[5:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(marks[4:])]
 
 
 def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
