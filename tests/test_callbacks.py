@@ -100,10 +100,11 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):
         assert text in out
-    assert str(tmp_path / "ckpt" / "best.ckpt") in out
-    assert str(tmp_path / "ckpt" / "last.ckpt") in out
+    whole = "".join(c for c in out if c.isalnum() or c in "/._-")  # long paths are folded over lines of the table
+    assert str(tmp_path / "ckpt" / "best.ckpt") in whole
+    assert str(tmp_path / "ckpt" / "last.ckpt") in whole
     for folder in "wct":
-        assert str(tmp_path / folder) in out
+        assert str(tmp_path / folder) in whole
 
 
 def test_sample_text_is_written_by_the_checkpoint(tmp_path, capsys):
