@@ -98,9 +98,9 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
         enable_checkpointing=True,
     )
     out = capsys.readouterr().out
-    for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):
-        assert text in out
     whole = "".join(c for c in out if c.isalnum() or c in "/._-")  # long paths are folded over lines of the table
+    for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):
+        assert text in out or text in whole
     assert str(tmp_path / "ckpt" / "best.ckpt") in whole
     assert str(tmp_path / "ckpt" / "last.ckpt") in whole
     for folder in "wct":
