@@ -217,7 +217,7 @@ class HolmesStrategy(ReplicaCollectives):
     # start
 
     def setup_environment(self) -> None:
-        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and _same_random_state aligns stages
+        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
         super().setup_environment()
         self.set_world_ranks()
         self._failed = False
@@ -286,7 +286,7 @@ class HolmesStrategy(ReplicaCollectives):
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        assert self._groups is not None and self._topology is not None and self._placement is not None
+        assert self._groups is not None and self._topology is not None
         self._base_seed = self.broadcast(agreement.choose_seed())
         agreement.broadcast_module(module, self.world_size)
         agreement.share_random_state(self._groups.edges)
@@ -389,7 +389,7 @@ class HolmesStrategy(ReplicaCollectives):
 
     def _print_plan(self) -> None:
         assert self._pipeline is not None and self._plan is not None and self.lightning_module is not None
-        if self.global_rank != 0:
+        if self.global_rank != 0 or self.world_size == 1:
             return
         counts = None
         structure = self._pipeline.structure
@@ -399,8 +399,7 @@ class HolmesStrategy(ReplicaCollectives):
                 sum(sizes[n] for n in structure.parameters_of(self._plan.partition, stage))
                 for stage in range(self._plan.num_stages)
             ]
-        if self.world_size > 1:
-            print_plan(self._plan, parameter_counts=counts)
+        print_plan(self._plan, parameter_counts=counts)
 
     def _summarise_whole_module(self, trainer: "pl.Trainer") -> None:
         """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""
@@ -500,7 +499,7 @@ class HolmesStrategy(ReplicaCollectives):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by the data-parallel coordinate: by rank, the stages of one replica would augment differently."""
-        seeded = isinstance(dataloader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0))
+        seeded = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))
         if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_parallel_rank)
         return dataloader
@@ -543,7 +542,7 @@ class HolmesStrategy(ReplicaCollectives):
         )
         self._grad_buffer.end()
         output = result.output
-        if not self._driver.has_last_stage or self.world_size > 1:
+        if self.world_size > 1:
             loss_of(output, "training_step")
         return output
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.plan.schedule import Action, Op, Schedule
 
@@ -128,7 +129,7 @@ class _Batch:
             output = self.job.outputs[microbatch]
             roots = [loss_of(output, self.job.step_name)]
             gradients = [torch.full_like(roots[0], self.scales[microbatch])]
-            self.job.outputs[microbatch] = _without_graph(output)
+            self.job.outputs[microbatch] = tree.map_tensors(Tensor.detach, output)
             if self.scales[microbatch] == 0:
                 roots, gradients = [], []
         else:
@@ -235,12 +236,6 @@ def loss_of(output: Any, step_name: str) -> Tensor:
             f"'loss'; skipping a step by returning None cannot be done by one stage of a pipeline alone"
         )
     return loss
-
-
-def _without_graph(output: Any) -> Any:
-    from lightning_holmes.pipeline import tree
-
-    return tree.map_tensors(Tensor.detach, output)
 
 
 def _describe(specs: Sequence[TensorSpec]) -> str:

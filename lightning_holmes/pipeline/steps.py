@@ -142,10 +142,9 @@ class StepDriver:
         try:
             with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
                 yield from self.runner.run(job)
-            self.recorder.calls = window.settle(self.recorder.calls)
         finally:
             self.inside_step = False
-        return (yield from self._share(request, job, sizes, weights))
+        return (yield from self._share(request, job, sizes, weights, window))
 
     def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
         """The batch that all stages run: each its own, if they are equal, or the first stage's."""
@@ -171,15 +170,12 @@ class StepDriver:
             )
         return batch
 
-    def _batch_size(self, batch: Any) -> int:
-        return self.splitter.batch_size(batch)
-
     def _num_samples(self, batch: Any, of_part: bool = False) -> int:
         """Samples in a batch or a part of one; 0 if only the module's own ``split_batch`` can read it."""
         if not callable(getattr(self.module, "split_batch", None)):
-            return self._batch_size(batch)
+            return self.splitter.batch_size(batch)
         try:
-            return self._batch_size(batch)
+            return self.splitter.batch_size(batch)
         except UnsupportedModuleError as reason:
             if not of_part or callable(getattr(self.module, "microbatch_weight", None)):
                 return 0
@@ -239,7 +235,7 @@ class StepDriver:
         self.edges.send_message(self.edges.size - 1, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
-        self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float]
+        self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float], window: MetricWindow
     ) -> Generator[None, None, StepResult]:
         """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
         edges, calls = self.edges, list(self.recorder.calls)
@@ -262,7 +258,8 @@ class StepDriver:
         if request.loss_scales is not None and weights != sizes:
             losses = [loss_of(o, request.step_name) for o in job.outputs if o is not None]
             losses = losses if len(losses) == len(sizes) else None
-        merged = merge_calls(calls, sizes, weights, name, losses)
+        # settled here for all stages: this one has run the whole step, and so updated every metric
+        merged = merge_calls(window.settle(calls), sizes, weights, name, losses)
         output = batches.merge_outputs(job.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert edges is not None
