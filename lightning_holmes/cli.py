@@ -28,6 +28,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
 
 CHECK = "check"
@@ -144,7 +145,11 @@ def make_strategy_args(strategy: Any) -> dict[str, Any]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` default to the process's."""
+    given = list(args) if args is not None else sys.argv[1:]
     try:
+        if given and given[0] in COMMANDS:
+            run_command(given[0], given[1:])
+            return
         HolmesCLI(
             trainer_class=HolmesTrainer,
             save_config_kwargs={"overwrite": True},
@@ -152,9 +157,10 @@ def main(args: Sequence[str] | None = None) -> None:
                 "prog": "lightning-holmes",
                 "version": version("lightning-holmes"),
                 "description": "Train LightningModules as a pipeline across clusters.",
+                "epilog": "Further commands: " + "; ".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items()),
             },
             auto_configure_optimizers=False,
-            args=list(args) if args is not None else None,
+            args=None if args is None else given,
         )
     except Exception as error:
         ours = find_holmes_error(error)

@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": COMM,
     **dict.fromkeys(BESIDE_STRATEGY, BELOW_STRATEGY | BESIDE_STRATEGY),
     "": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES,
-    "cli": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES | {""},
+    "commands": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES | {""},
+    "cli": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES | {"", "commands"},
     "__main__": {"cli"},
 }
 # Lightning and torchmetrics import torch themselves.

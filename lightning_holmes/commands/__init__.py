@@ -1,0 +1,14 @@
+"""The commands of lightning-holmes that are not Trainer runs: a module each, with ``main(args)``.
+
+A module is imported only when its command is called.
+"""
+
+from importlib import import_module
+
+# name: (module, what it does in one line)
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def run_command(name: str, args: list[str]) -> None:
+    """Run the command ``name`` with its command line ``args``; it raises HolmesError for what the user can mend."""
+    import_module(COMMANDS[name][0]).main(args)
