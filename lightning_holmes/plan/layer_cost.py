@@ -1,0 +1,212 @@
+"""LayerCost and ModelCost: what one microbatch costs, layer by layer. Plain data with checked numbers.
+
+Where the numbers come from is for others to know: pipeline/profile.py counts or measures them, and files and
+tests write them by hand. What they mean in seconds on a device is for cost_model.py.
+
+    block = LayerCost(forward=6e12, backward=12e12, parameter_bytes=4e8, activation_bytes=3e7, held_bytes=1e9)
+    model = ModelCost(unit="flops", microbatch_samples=1, before=embedding, layers=(block,) * 48, after=head)
+    model.for_samples(4).layers[0].forward      # 24e12
+
+"work" is either FLOPs or seconds, as ModelCost.unit says. Work in seconds is that of one device; another device
+does it faster or slower by its relative speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, cast
+
+from lightning_holmes.errors import ConfigurationError
+
+WorkUnit = Literal["flops", "seconds"]
+
+
+def check_number(value: Any, what: str, *, positive: bool = False) -> float:
+    """The value as a float; ConfigurationError unless it is finite and zero or more (above zero if positive)."""
+    wanted = "a positive, finite number" if positive else "a finite number of zero or more"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{what}={value!r} is not a number; write {wanted}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ConfigurationError(f"{what}={value!r} is not allowed; write {wanted}")
+    return float(value)
+
+
+def check_count(value: Any, what: str, *, minimum: int = 1) -> int:
+    """The value itself; ConfigurationError unless it is a whole number of at least minimum."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigurationError(f"{what}={value!r} is not allowed; write a whole number, at least {minimum}")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer (or what runs before or after the layers) costs for one microbatch.
+
+    forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: those
+    of them that train (all, by default). activation_bytes: what crosses the cut behind the layer, one way.
+    held_bytes: what is kept from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
+    grow with the microbatch (launching kernels, Python), whatever the unit.
+    """
+
+    forward: float
+    backward: float
+    parameter_bytes: float = 0.0
+    gradient_bytes: float | None = None
+    activation_bytes: float = 0.0
+    held_bytes: float = 0.0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes is None:
+            object.__setattr__(self, "gradient_bytes", self.parameter_bytes)
+        for entry in fields(self):
+            check_number(getattr(self, entry.name), entry.name)
+
+    @property
+    def trained_bytes(self) -> float:
+        """gradient_bytes, which is never None once made."""
+        assert self.gradient_bytes is not None
+        return self.gradient_bytes
+
+    def scaled(self, factor: float) -> LayerCost:
+        """The cost of a microbatch of factor times as many samples: weights and fixed seconds stay."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            activation_bytes=self.activation_bytes * factor,
+            held_bytes=self.held_bytes * factor,
+        )
+
+
+NOTHING = LayerCost(forward=0.0, backward=0.0)
+"""The cost of a place where nothing runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """The costs of a module for a microbatch of microbatch_samples samples.
+
+    before: what runs ahead of the layers (embedding; its activation_bytes are the first layer's input).
+    after: what runs behind them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
+    they are counted in each, and their gradients are summed between the first and the last stage.
+    forbidden_cuts: layers behind which no cut may lie. tokens_per_sample: for reports.
+    """
+
+    unit: WorkUnit
+    microbatch_samples: int
+    layers: tuple[LayerCost, ...]
+    before: LayerCost = NOTHING
+    after: LayerCost = NOTHING
+    shared_bytes: float = 0.0
+    forbidden_cuts: tuple[int, ...] = ()
+    tokens_per_sample: int | None = None
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("flops", "seconds"):
+            raise ConfigurationError(f'unit={self.unit!r} is not known; write "flops" or "seconds"')
+        check_count(self.microbatch_samples, "microbatch_samples")
+        check_number(self.shared_bytes, "shared_bytes")
+        if self.tokens_per_sample is not None:
+            check_count(self.tokens_per_sample, "tokens_per_sample")
+        if not self.layers:
+            raise ConfigurationError("layers=() is not allowed; a model has at least one layer")
+        for cut in self.forbidden_cuts:
+            if not 0 <= check_count(cut, "forbidden_cuts", minimum=0) < len(self.layers) - 1:
+                raise ConfigurationError(
+                    f"forbidden_cuts={list(self.forbidden_cuts)}: {cut} is not the index of a layer with another behind it"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        """The length of the layer list."""
+        return len(self.layers)
+
+    @property
+    def places(self) -> tuple[LayerCost, ...]:
+        """before, the layers, after."""
+        return (self.before, *self.layers, self.after)
+
+    @property
+    def forward(self) -> float:
+        """Forward work of a microbatch through the whole model."""
+        return math.fsum(place.forward for place in self.places)
+
+    @property
+    def backward(self) -> float:
+        """Backward work of a microbatch through the whole model."""
+        return math.fsum(place.backward for place in self.places)
+
+    @property
+    def parameter_bytes(self) -> float:
+        """All weights, shared ones once."""
+        return math.fsum(place.parameter_bytes for place in self.places) - self.shared_bytes
+
+    @property
+    def alike(self) -> bool:
+        """Whether every layer costs the same."""
+        return all(layer == self.layers[0] for layer in self.layers)
+
+    def for_samples(self, samples: int) -> ModelCost:
+        """The costs of a microbatch of another number of samples: everything but weights grows in proportion."""
+        factor = check_count(samples, "samples") / self.microbatch_samples
+        alike: dict[LayerCost, LayerCost] = {place: place.scaled(factor) for place in set(self.places)}
+        return replace(
+            self,
+            microbatch_samples=samples,
+            before=alike[self.before],
+            layers=tuple(alike[layer] for layer in self.layers),
+            after=alike[self.after],
+        )
+
+    def with_recomputation(self) -> ModelCost:
+        """The costs if each layer keeps only its input and runs forward again in its backward.
+
+        What runs before and after the layers is not recomputed. held_bytes of a layer becomes its input;
+        the peak of the one layer that is being recomputed is for the memory model to add.
+        """
+        inputs = (self.before, *self.layers[:-1])
+        layers = tuple(
+            replace(
+                layer,
+                backward=layer.backward + layer.forward,
+                fixed_backward_s=layer.fixed_backward_s + layer.fixed_forward_s,
+                held_bytes=min(layer.held_bytes, previous.activation_bytes),
+            )
+            for layer, previous in zip(self.layers, inputs, strict=True)
+        )
+        return replace(self, layers=layers)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON that from_data reads back as an equal ModelCost."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> ModelCost:
+        """Read what to_data wrote. Raises ConfigurationError for unknown keys, missing ones and bad numbers."""
+        values = _known(cls, data)
+        for key in ("before", "after"):
+            if key in values:
+                values[key] = LayerCost(**_known(LayerCost, values[key]))
+        values["layers"] = tuple(LayerCost(**_known(LayerCost, layer)) for layer in values.get("layers", ()))
+        values["forbidden_cuts"] = tuple(values.get("forbidden_cuts", ()))
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigurationError(f"a model's costs: {error}") from error
+
+
+def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {entry.name for entry in fields(cls)}
+    unknown = sorted(set(data) - names)
+    if unknown:
+        raise ConfigurationError(f"{cls.__name__}: unknown key {unknown[0]!r}; allowed: {', '.join(sorted(names))}")
+    needed = {"forward", "backward"} if cls is LayerCost else {"unit", "microbatch_samples", "layers"}
+    missing = sorted(needed - set(data))
+    if missing:
+        raise ConfigurationError(f"{cls.__name__}: the key {missing[0]!r} is missing")
+    return cast("dict[str, Any]", dict(data))

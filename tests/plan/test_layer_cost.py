@@ -1,0 +1,81 @@
+"""Costs of layers: what scales with samples, what recomputation changes, and numbers that are refused."""
+
+import json
+import math
+
+import pytest
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+
+LAYER = LayerCost(forward=6, backward=12, parameter_bytes=40, activation_bytes=5, held_bytes=70, fixed_forward_s=0.5)
+MODEL = ModelCost(
+    unit="flops",
+    microbatch_samples=2,
+    before=LayerCost(forward=1, backward=2, parameter_bytes=30, activation_bytes=5),
+    layers=(LAYER,) * 3,
+    after=LayerCost(forward=9, backward=18, parameter_bytes=33),
+    shared_bytes=30,
+    tokens_per_sample=8,
+)
+
+
+def test_sums() -> None:
+    assert (MODEL.forward, MODEL.backward) == (1 + 18 + 9, 2 + 36 + 18)
+    assert MODEL.parameter_bytes == 30 + 120 + 33 - 30
+    assert LAYER.trained_bytes == 40 and MODEL.alike
+
+
+def test_more_samples_scale_work_and_activations_but_neither_weights_nor_fixed_seconds() -> None:
+    layer = MODEL.for_samples(5).layers[0]
+    assert (layer.forward, layer.backward, layer.activation_bytes, layer.held_bytes) == (15, 30, 12.5, 175)
+    assert (layer.parameter_bytes, layer.fixed_forward_s) == (40, 0.5)
+    assert MODEL.for_samples(5).for_samples(2) == MODEL
+
+
+def test_recomputation_holds_the_input_and_runs_forward_twice() -> None:
+    again = MODEL.with_recomputation()
+    assert [layer.held_bytes for layer in again.layers] == [5, 5, 5]
+    assert [layer.backward for layer in again.layers] == [18, 18, 18]
+    assert again.after == MODEL.after and again.layers[0].fixed_backward_s == 0.5
+
+
+def test_round_trip_through_json() -> None:
+    assert ModelCost.from_data(json.loads(json.dumps(MODEL.to_data()))) == MODEL
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1, "3", True, None])
+@pytest.mark.parametrize("key", ["forward", "backward", "parameter_bytes", "activation_bytes", "held_bytes"])
+def test_numbers_that_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"{key}="):
+        LayerCost(**{"forward": 1, "backward": 1, key: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"unit": "watts"}, "unit='watts'"),
+        ({"layers": ()}, "at least one layer"),
+        ({"microbatch_samples": 0}, "microbatch_samples=0"),
+        ({"forbidden_cuts": (2,)}, "another behind it"),
+        ({"shared_bytes": math.nan}, "shared_bytes=nan"),
+        ({"tokens_per_sample": 0.5}, "tokens_per_sample=0.5"),
+    ],
+)
+def test_models_that_are_refused(change: dict, words: str) -> None:
+    values = {"unit": "flops", "microbatch_samples": 1, "layers": (LAYER,) * 3, **change}
+    with pytest.raises(ConfigurationError, match=words):
+        ModelCost(**values)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"unit": "flops", "microbatch_samples": 1, "layer": []}, "unknown key 'layer'"),
+        ({"unit": "flops", "layers": []}, "'microbatch_samples' is missing"),
+        ({"unit": "flops", "microbatch_samples": 1, "layers": [{"forward": 1}]}, "'backward' is missing"),
+    ],
+)
+def test_files_that_are_refused(data: dict, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ModelCost.from_data(data)
