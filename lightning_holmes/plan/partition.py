@@ -6,14 +6,22 @@ is on pipeline rank s % pipeline_parallel_size, as its chunk s // pipeline_paral
     partition = make_partition("uniform", num_layers=10, num_stages=4)
     partition.layer_counts      # (2, 3, 3, 2)
     partition.layers_of(1)      # range(2, 5)
+
+Three rules deal the layers: "uniform" by count, "proportional" by the speeds of the stages (the rule of
+Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adapting.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import check_number
+from lightning_holmes.plan.self_adapting import Balance, solve
+
+PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +77,69 @@ def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
     return Partition(tuple(each + (stage in extra) for stage in range(num_stages)))
 
 
-def make_partition(spec: str | Sequence[int], num_layers: int, num_stages: int) -> Partition:
-    """A partition from the strategy's `partition` argument: "uniform" or one layer count per stage.
+def make_proportional_partition(num_layers: int, speeds: Sequence[float], *, alpha: float = 1.0) -> Partition:
+    """Layers in proportion to the speeds of the stages: stage i has floor(alpha * S_i / sum(S) * L) of L layers,
+    the last one all that remain (Holmes, arXiv 2312.03549).
 
-    Raises ConfigurationError for fewer layers than stages, an unknown word, the wrong number of counts, a
-    count below one, and counts whose sum is not num_layers.
+    Args:
+        speeds: one per stage, in any unit.
+        alpha: below 1 it leaves more layers to the last stage, above 1 fewer.
+
+    Raises:
+        ConfigurationError: speeds or alpha that are no positive numbers, or that leave a stage without layers.
+    """
+    _check_enough_layers(num_layers, len(speeds))
+    check_number(alpha, "alpha", positive=True)
+    for stage, speed in enumerate(speeds):
+        check_number(speed, f"the speed of stage {stage}", positive=True)
+    total = math.fsum(speeds)
+    counts = [math.floor(alpha * speed / total * num_layers) for speed in speeds[:-1]]
+    counts.append(num_layers - sum(counts))
+    if min(counts) < 1:
+        raise ConfigurationError(
+            f'partition="proportional" with speeds {list(speeds)} and alpha={alpha} gives the layer counts {counts}, '
+            'but every stage needs at least one; use partition="self_adapting", fewer stages or another alpha'
+        )
+    return Partition(tuple(counts))
+
+
+def make_self_adapting_partition(balance: Balance) -> Partition:
+    """The partition with the fastest slowest rank (see self_adapting.py). Raises ConfigurationError if none fits."""
+    return Partition(solve(balance).layer_counts)
+
+
+def make_partition(
+    spec: str | Sequence[int],
+    num_layers: int,
+    num_stages: int,
+    *,
+    speeds: Sequence[float] | None = None,
+    balance: Balance | None = None,
+) -> Partition:
+    """A partition from the strategy's `partition` argument: a rule's name or one layer count per stage.
+
+    Args:
+        speeds: of each stage, for "proportional".
+        balance: costs and limits, for "self_adapting".
+
+    Raises ConfigurationError for fewer layers than stages, an unknown word, a rule without what it needs, the
+    wrong number of counts, a count below one, and counts whose sum is not num_layers.
     """
     _check_enough_layers(num_layers, num_stages)
     if isinstance(spec, str):
+        if spec == "proportional" and speeds is not None:
+            assert len(speeds) == num_stages, speeds
+            return make_proportional_partition(num_layers, speeds)
+        if spec == "self_adapting" and balance is not None:
+            assert (balance.num_layers, balance.num_stages) == (num_layers, num_stages)
+            return make_self_adapting_partition(balance)
+        if spec in PARTITION_NAMES and spec != "uniform":
+            needed = "the speeds of the stages" if spec == "proportional" else "the costs of the layers"
+            raise ConfigurationError(f'partition={spec!r} needs {needed}, which are not known here; write "uniform"')
         if spec != "uniform":
+            known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
             raise ConfigurationError(
-                f'partition={spec!r} is not known; write "uniform" or a list of {num_stages} layer counts'
+                f"partition={spec!r} is not known; write one of {known} or a list of {num_stages} layer counts"
             )
         return make_uniform_partition(num_layers, num_stages)
     counts = tuple(spec)

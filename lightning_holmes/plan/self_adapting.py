@@ -1,0 +1,428 @@
+"""Balance: dealing layers to stages so that the slowest rank is as fast as it can be.
+
+The objective, precisely: rank r holds the stages r, r + P, r + 2P, ... (P ranks, num_chunks stages each). Its
+load is the seconds of the layers of its stages, plus before_seconds on rank 0 and after_seconds on rank P - 1.
+Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
+so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
+after_bytes, stay within its limit. No cut lies behind a forbidden layer. Every stage has a layer.
+
+    balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
+    solve(balance).layer_counts      # (6, 4)
+
+One chunk a rank is solved exactly by dynamic programming over cuts. Several chunks of alike layers are solved
+exactly by dealing layer by layer to the rank that is done first. Several chunks of unlike layers: a search over
+the loads of all ranks, exact unless it meets more than _MAX_STATES states at one stage (the problem holds
+PARTITION); then the answer is the best found, and proven is False.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import check_count, check_number
+
+Array = npt.NDArray[Any]
+
+_MAX_STATES = 20_000
+_CLOSE = 1.0 + 1e-9  # prefix sums round; a load within it counts as equal
+
+
+class NothingFitsError(ConfigurationError):
+    """No partition keeps within the memory limits. excess_bytes: by how much the best of them passes one."""
+
+    def __init__(self, message: str, *, excess_bytes: float, rank: int) -> None:
+        super().__init__(message)
+        self.excess_bytes = excess_bytes
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The problem. seconds[rank][layer]; bytes[stage][layer] and limits[rank] where memory counts.
+
+    Rows may be the same tuple: ranks of one speed share theirs.
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    before_seconds: float = 0.0
+    after_seconds: float = 0.0
+    num_chunks: int = 1
+    layer_bytes: tuple[tuple[float, ...], ...] | None = None
+    before_bytes: float = 0.0
+    after_bytes: float = 0.0
+    limits: tuple[float, ...] | None = None
+    forbidden_cuts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count(self.num_chunks, "num_chunks")
+        for name in ("before_seconds", "after_seconds", "before_bytes", "after_bytes"):
+            check_number(getattr(self, name), name)
+        rows = {id(row): row for row in (*self.seconds, *(self.layer_bytes or ()))}.values()
+        for row in rows:
+            for value in set(row):
+                check_number(value, "a layer's seconds or bytes")
+        assert len({len(row) for row in rows}) == 1, "one entry a layer in every row"
+        assert (self.layer_bytes is None) == (self.limits is None)
+        if self.layer_bytes is not None and self.limits is not None:
+            assert len(self.layer_bytes) == self.num_stages and len(self.limits) == self.num_ranks
+            for limit in self.limits:
+                check_number(limit, "a memory limit")
+        if self.num_layers < self.num_stages:
+            raise ConfigurationError(
+                f"{self.num_layers} layers cannot fill {self.num_stages} stages (pipeline_parallel_size x num_chunks); "
+                f"use at most {self.num_layers} stages"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.seconds)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers to deal."""
+        return len(self.seconds[0])
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks times chunks."""
+        return self.num_ranks * self.num_chunks
+
+    def loads(self, counts: Sequence[int]) -> list[float]:
+        """Seconds of each rank under a partition."""
+        return self._sums(counts, self.seconds, self.before_seconds, self.after_seconds)
+
+    def memory(self, counts: Sequence[int]) -> list[float]:
+        """Bytes of each rank under a partition; zeros where memory does not count."""
+        if self.layer_bytes is None:
+            return [0.0] * self.num_ranks
+        return self._sums(counts, self.layer_bytes, self.before_bytes, self.after_bytes)
+
+    def _sums(self, counts: Sequence[int], rows: Sequence[Sequence[float]], before: float, after: float) -> list[float]:
+        sums = [0.0] * self.num_ranks
+        sums[0] += before
+        sums[-1] += after
+        first = 0
+        for stage, count in enumerate(counts):
+            sums[stage % self.num_ranks] += math.fsum(rows[stage % len(rows)][first : first + count])
+            first += count
+        return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balanced:
+    """The answer: layers of each stage, the load of the slowest rank, and whether no better one exists."""
+
+    layer_counts: tuple[int, ...]
+    slowest_seconds: float
+    proven: bool
+
+
+def solve(balance: Balance) -> Balanced:
+    """The best partition. Raises NothingFitsError where memory or forbidden cuts leave none."""
+    if balance.num_chunks == 1:
+        counts, proven = _solve_one_chunk(balance), True
+    elif _all_alike(balance):
+        counts, proven = _solve_alike(balance), True
+    else:
+        counts, proven = _search(balance)
+    if counts is None:
+        raise _nothing_fits(balance)
+    return Balanced(layer_counts=counts, slowest_seconds=max(balance.loads(counts)), proven=proven)
+
+
+# one chunk a rank
+
+
+def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
+    """(L+1, L+1) seconds of the layers [i, j) on a stage, inf where that stage may not hold them; and bytes."""
+    size, last = balance.num_layers, balance.num_stages - 1
+    rank = stage % balance.num_ranks
+    done = np.concatenate(([0.0], np.cumsum(balance.seconds[rank])))
+    seconds = done[None, :] - done[:, None]
+    seconds += (balance.before_seconds if stage == 0 else 0.0) + (balance.after_seconds if stage == last else 0.0)
+    used = np.zeros_like(seconds)
+    if balance.layer_bytes is not None:
+        done = np.concatenate(([0.0], np.cumsum(balance.layer_bytes[stage])))
+        used = done[None, :] - done[:, None]
+        used += (balance.before_bytes if stage == 0 else 0.0) + (balance.after_bytes if stage == last else 0.0)
+    allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 1)
+    for cut in balance.forbidden_cuts:
+        allowed[cut + 1, :] = allowed[:, cut + 1] = False
+    return np.where(allowed, seconds, np.inf), used
+
+
+def _deal(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
+    """Counts that minimise the largest (or with add the summed) segment cost; None if none is finite."""
+    size = costs[0].shape[0]
+    best = np.full(size, np.inf)
+    best[0] = 0.0 if add else -np.inf
+    choices = []
+    for cost in costs:
+        total = np.where(np.isinf(cost), np.inf, best[:, None] + cost if add else np.maximum(best[:, None], cost))
+        choices.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    if not best[-1] < np.inf:
+        return None
+    cuts = [size - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    cuts.reverse()
+    return tuple(after - before for before, after in zip(cuts, cuts[1:], strict=False))
+
+
+def _solve_one_chunk(balance: Balance) -> tuple[int, ...] | None:
+    costs = []
+    for stage in range(balance.num_stages):
+        seconds, used = _segments(balance, stage)
+        if balance.limits is not None:
+            seconds = np.where(used <= balance.limits[stage] * _CLOSE, seconds, np.inf)
+        costs.append(seconds)
+    counts = _deal(costs, add=False)
+    if counts is None:
+        return None
+    slowest = max(balance.loads(counts)) * _CLOSE
+    even = _deal([np.where(cost <= slowest, cost, np.inf) ** 2 for cost in costs], add=True)
+    return even or counts
+
+
+# several chunks of alike layers
+
+
+def _all_alike(balance: Balance) -> bool:
+    rows = (*balance.seconds, *(balance.layer_bytes or ()))
+    return not balance.forbidden_cuts and all(len(set(row)) == 1 for row in {id(row): row for row in rows}.values())
+
+
+def _solve_alike(balance: Balance) -> tuple[int, ...] | None:
+    ranks, chunks = balance.num_ranks, balance.num_chunks
+    each = [row[0] for row in balance.seconds]
+    loads = [chunks * seconds for seconds in each]  # every stage has one layer to begin with
+    loads[0] += balance.before_seconds
+    loads[-1] += balance.after_seconds
+    most = [_most_layers(balance, rank) for rank in range(ranks)]
+    if any(number < chunks for number in most) or sum(most) < balance.num_layers:
+        return None
+    held = [chunks] * ranks
+    queue = [(loads[rank] + each[rank], -rank, rank) for rank in range(ranks) if most[rank] > chunks]
+    heapq.heapify(queue)
+    for _ in range(balance.num_layers - balance.num_stages):
+        load, _, rank = heapq.heappop(queue)
+        held[rank] += 1
+        if held[rank] < most[rank]:
+            heapq.heappush(queue, (load + each[rank], -rank, rank))
+    counts = [0] * balance.num_stages
+    for rank in range(ranks):
+        counts[rank::ranks] = _spread(balance, rank, held[rank])
+    return tuple(counts)
+
+
+def _chunk_bytes(balance: Balance, rank: int) -> tuple[list[float], float]:
+    """Bytes of one layer in each chunk of a rank, and what its layers may take together."""
+    if balance.layer_bytes is None or balance.limits is None:
+        return [0.0] * balance.num_chunks, math.inf
+    each = [balance.layer_bytes[stage][0] for stage in range(rank, balance.num_stages, balance.num_ranks)]
+    fixed = (balance.before_bytes if rank == 0 else 0.0) + (
+        balance.after_bytes if rank == balance.num_ranks - 1 else 0.0
+    )
+    return each, balance.limits[rank] * _CLOSE - fixed
+
+
+def _most_layers(balance: Balance, rank: int) -> int:
+    """How many layers fit a rank if all but one a chunk go where they take the fewest bytes."""
+    each, room = _chunk_bytes(balance, rank)
+    left = room - math.fsum(each)
+    if left < 0:
+        return 0
+    if min(each) == 0:
+        return balance.num_layers
+    return balance.num_chunks + min(int(left / min(each)), balance.num_layers)
+
+
+def _spread(balance: Balance, rank: int, number: int) -> list[int]:
+    """Layers of each chunk of a rank: even, unless memory wants more of them in a cheaper chunk."""
+    each, room = _chunk_bytes(balance, rank)
+    every, more = divmod(number, balance.num_chunks)
+    # the middle chunks first: the ends also have the embedding and the head
+    order = sorted(range(balance.num_chunks), key=lambda chunk: (chunk in (0, balance.num_chunks - 1), -chunk))
+    counts = [every] * balance.num_chunks
+    for chunk in order[:more]:
+        counts[chunk] += 1
+    cheapest = min(range(balance.num_chunks), key=lambda chunk: (each[chunk], -chunk))
+    while math.fsum(count * size for count, size in zip(counts, each, strict=True)) > room:
+        dear = max((c for c in range(balance.num_chunks) if counts[c] > 1 and c != cheapest), key=lambda c: each[c])
+        counts[dear] -= 1
+        counts[cheapest] += 1
+    return counts
+
+
+# several chunks of unlike layers
+
+
+def _search(balance: Balance) -> tuple[tuple[int, ...] | None, bool]:
+    """The best partition found, and whether it is proven to be the best."""
+    start = _improve(balance, _start(balance))
+    fits = start is not None and _excess(balance, start)[0] <= 0
+    bound = max(balance.loads(start)) if start is not None and fits else math.inf
+    counts, complete = _walk(balance, bound)
+    found = counts if counts is not None else (start if fits else None)
+    if found is not None and max(balance.loads(found)) <= _lower_bound(balance) * _CLOSE:
+        complete = True
+    return found, complete
+
+
+def _lower_bound(balance: Balance) -> float:
+    """No partition is faster: all layers at once on all ranks, each at its fastest rank."""
+    fastest = np.asarray(balance.seconds).min(axis=0).sum()
+    return float((fastest + balance.before_seconds + balance.after_seconds) / balance.num_ranks)
+
+
+def _start(balance: Balance) -> tuple[int, ...] | None:
+    """A partition that evens out the stages, whatever rank they are on."""
+    return _deal([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
+
+
+def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
+    """By how many bytes a partition passes the limit, and on which rank; zero or less if it fits."""
+    if balance.limits is None:
+        return 0.0, 0
+    used = balance.memory(counts)
+    return max((used[rank] - balance.limits[rank] * _CLOSE, rank) for rank in range(balance.num_ranks))
+
+
+def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Move one cut at a time as long as that helps: memory first, then the slowest rank, then evenness."""
+    if counts is None:
+        return None
+    forbidden = set(balance.forbidden_cuts)
+
+    def rate(candidate: Sequence[int]) -> tuple[float, float, float]:
+        loads = balance.loads(candidate)
+        return max(0.0, _excess(balance, candidate)[0]), max(loads), math.fsum(load * load for load in loads)
+
+    best, now = rate(counts), list(counts)
+    for _ in range(4 * balance.num_layers):
+        moves = []
+        for stage in range(balance.num_stages - 1):
+            for step in (-1, 1):
+                moved = list(now)
+                moved[stage] += step
+                moved[stage + 1] -= step
+                cuts = sum(moved[: stage + 1]) - 1
+                if min(moved) >= 1 and cuts not in forbidden:
+                    moves.append((rate(moved), moved))
+        if not moves or min(moves)[0] >= best:
+            break
+        best, now = min(moves)
+    return tuple(now)
+
+
+def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]:
+    """Stage by stage, every cut with every reachable set of rank loads: one that beats bound, or None.
+
+    Dropped are loads that cannot beat bound any more, and those that another state at the same cut is nowhere
+    worse than. The second value is False if states had to be dropped without such a reason.
+    """
+    ranks, stages, size = balance.num_ranks, balance.num_stages, balance.num_layers
+    fastest = np.asarray(balance.seconds).min(axis=0)
+    left = np.concatenate((np.cumsum(fastest[::-1])[::-1], [0.0])) + balance.after_seconds
+    limits = np.asarray(balance.limits if balance.limits is not None else [math.inf] * ranks) * _CLOSE
+    cuts = np.zeros(1, dtype=int)
+    loads, used = np.zeros((1, ranks)), np.zeros((1, ranks))
+    trail: list[tuple[Array, Array]] = []
+    complete = True
+    for stage in range(stages):
+        rank = stage % ranks
+        seconds, taken = _segments(balance, stage)
+        if stage == stages - 1:
+            states, ends = np.arange(len(cuts)), np.full(len(cuts), size)
+        else:
+            furthest = size - (stages - 1 - stage)
+            widths = np.maximum(furthest - cuts, 0)
+            states = np.repeat(np.arange(len(cuts)), widths)
+            ends = np.concatenate([np.arange(cut + 1, furthest + 1) for cut in cuts] or [np.zeros(0, dtype=int)])
+        own = loads[states, rank] + seconds[cuts[states], ends]
+        bytes_now = used[states, rank] + taken[cuts[states], ends]
+        keep = (own * _CLOSE < bound) & (bytes_now <= limits[rank])
+        if math.isfinite(bound) and stage < stages - 1:  # what is left must fit under the bound, too
+            total = loads[states].sum(axis=1) + seconds[cuts[states], ends]
+            keep &= total + left[ends] < bound * ranks * _CLOSE
+        states, ends, own, bytes_now = states[keep], ends[keep], own[keep], bytes_now[keep]
+        loads, used = loads[states], used[states]
+        loads[:, rank], used[:, rank] = own, bytes_now
+        order = np.lexsort(((loads**2).sum(axis=1), loads.max(axis=1) if len(loads) else own, ends))
+        states, ends, loads, used = states[order], ends[order], loads[order], used[order]
+        kept = _undominated(ends, loads, used if balance.limits is not None else None)
+        if len(kept) > _MAX_STATES:
+            complete = False
+            kept = kept[np.argsort(loads[kept].max(axis=1) / (1 + ends[kept]), kind="stable")[:_MAX_STATES]]
+        cuts, loads, used = ends[kept], loads[kept], used[kept]
+        trail.append((states[kept], cuts))
+        if not len(cuts):
+            return None, complete
+    best = int(loads.max(axis=1).argmin())
+    path = [size]
+    for stage in range(stages - 1, 0, -1):
+        best = int(trail[stage][0][best])
+        path.append(int(trail[stage - 1][1][best]))
+    path.append(0)
+    path.reverse()
+    return tuple(after - before for before, after in zip(path, path[1:], strict=False)), complete
+
+
+def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
+    """Indices of the states that no other state at the same cut (ends is sorted) is nowhere worse than."""
+    if not len(ends):
+        return np.zeros(0, dtype=int)
+    kept: list[Array] = []
+    starts = np.flatnonzero(np.r_[True, ends[1:] != ends[:-1]])
+    for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
+        group = np.arange(first, last)
+        if len(group) > 2000:  # comparing all pairs would cost more than it saves: only repeated ones go
+            rows = loads[group] if used is None else np.hstack((loads[group], used[group]))
+            kept.append(group[np.sort(np.unique(rows, axis=0, return_index=True)[1])])
+            continue
+        rows = loads[group] if used is None else np.hstack((loads[group], used[group]))
+        alive = np.ones(len(group), dtype=bool)
+        for index in range(len(group)):
+            if alive[index]:
+                worse = (rows >= rows[index]).all(axis=1)
+                worse[index] = False
+                alive &= ~worse
+        kept.append(group[alive])
+    return np.concatenate(kept)
+
+
+def _nothing_fits(balance: Balance) -> ConfigurationError:
+    if balance.limits is None or _start(balance) is None:
+        return ConfigurationError(
+            f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the cuts behind the "
+            f"layers {list(balance.forbidden_cuts)}; use fewer stages"
+        )
+    counts = _start(balance)
+    if balance.num_chunks == 1:
+        costs = []
+        for stage in range(balance.num_stages):
+            seconds, used = _segments(balance, stage)
+            costs.append(np.where(np.isinf(seconds), np.inf, used - balance.limits[stage]))
+        counts = _deal(costs, add=False)
+    else:
+        counts = _improve(balance, counts)
+    assert counts is not None
+    excess, rank = _excess(balance, counts)
+    excess = max(excess, 1.0)
+    return NothingFitsError(
+        f"no partition of {balance.num_layers} layers into {balance.num_stages} stages fits the memory: the least "
+        f"that is too much is {excess / 2**30:.2f} GiB, on pipeline rank {rank} of {balance.num_ranks}, whose limit is "
+        f"{balance.limits[rank] / 2**30:.2f} GiB",
+        excess_bytes=excess,
+        rank=rank,
+    )
