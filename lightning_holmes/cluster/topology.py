@@ -1,7 +1,7 @@
 """Topology: which hosts, clusters and links exist. Plain data, read from and written to YAML.
 
 A cluster is a set of hosts that share a fast network; links join clusters. Nothing is decided here: the plan
-package decides what runs where, and finding hardware is the work of other modules.
+package decides what runs where. Finding it is the work of inventory.py, the nouns are in network.py.
 
 A topology file:
 
@@ -15,6 +15,7 @@ A topology file:
               - {name: mlx5_0, kind: infiniband, bandwidth: 200 Gbit/s}
               - {name: eth0, kind: ethernet, bandwidth: 25 Gbit/s}
       - name: paris
+        fabric: roce              # optional: the kind of the network that all its hosts share
         hosts:
           - {name: gpu, count: 2, devices: 8, nics: [{name: mlx5_0, kind: roce}]}
     links:                        # optional: what is known about the way between two clusters
@@ -24,107 +25,95 @@ kind and transport are infiniband, roce or ethernet. A bandwidth has a unit (bit
 Ki, Mi, Gi, Ti before B/s) or is a bare number of bytes per second. A latency has a unit (s, ms, us, ns) or is
 a bare number of seconds. A NIC without a bandwidth is one whose speed is not known. Global ranks are dealt
 out in the order of the file: the first host of the first cluster has the first ranks.
+
+What discovery writes has more keys, all optional in a file: ranks of a host; interface, addresses, up, fabric
+and near_devices of a NIC; fallback and speeds of a cluster; measured of a link; unreachable, warnings and
+measured_at beside clusters. docs/topology.md lists them.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
 
-import yaml
-
-from lightning_holmes.cluster.yaml_node import YamlNode
+from lightning_holmes.cluster.json_data import from_json, to_json
+from lightning_holmes.cluster.network import (
+    TRANSPORT_KINDS,
+    Cluster,
+    Host,
+    Link,
+    LinkSpeed,
+    Nic,
+    TransportKind,
+    Unreachable,
+    check_unique,
+)
+from lightning_holmes.cluster.topology_yaml import read_topology, write_topology
 from lightning_holmes.errors import ConfigurationError
 
-TransportKind = Literal["infiniband", "roce", "ethernet"]
-TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
-
-_MAX_COUNT = 100_000  # hosts from one entry; beyond it the count is a slip of the finger
-_MAX_DEVICES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nic:
-    """A network card. bandwidth_bytes_per_s is None where it is not known."""
-
-    name: str
-    kind: TransportKind
-    bandwidth_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_kind(self.kind, f"kind of NIC {self.name!r}")
-        if self.bandwidth_bytes_per_s is not None:
-            _check_bandwidth(self.bandwidth_bytes_per_s, f"NIC {self.name!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """A machine: how many devices (processes) it has, and its network cards."""
-
-    name: str
-    devices: int
-    nics: tuple[Nic, ...] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
-            raise ConfigurationError(f"host {self.name!r}: devices={self.devices!r}; write a whole number, at least 1")
-        _check_unique([nic.name for nic in self.nics], f"NICs of host {self.name!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """The way between two clusters, named by the clusters at its ends. It counts in both directions."""
-
-    ends: tuple[str, str]
-    transport: TransportKind
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        _check_kind(self.transport, f"transport of link {self.ends}")
-        _check_bandwidth(self.bandwidth_bytes_per_s, f"link {self.ends}")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ConfigurationError(f"link {self.ends}: latency_s={self.latency_s!r}; write zero or more seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Hosts that share a fast network."""
-
-    name: str
-    hosts: tuple[Host, ...]
-
-    def __post_init__(self) -> None:
-        if not self.hosts:
-            raise ConfigurationError(f"cluster {self.name!r} has no hosts; give it at least one")
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all its hosts."""
-        return sum(host.devices for host in self.hosts)
+__all__ = [
+    "TRANSPORT_KINDS",
+    "Cluster",
+    "Host",
+    "Link",
+    "LinkSpeed",
+    "Nic",
+    "Topology",
+    "TransportKind",
+    "Unreachable",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """All clusters and the links between them. source names the file it came from, for messages only."""
+    """All clusters and the links between them.
+
+    Attributes:
+        unreachable: pairs of hosts that did not reach each other when they were tried.
+        warnings: what the user should know about how this topology came about.
+        measured_at_s: when its speeds were measured (Unix time), if they were.
+        source: the file it came from, for messages only.
+    """
 
     clusters: tuple[Cluster, ...]
     links: tuple[Link, ...] = ()
+    unreachable: tuple[Unreachable, ...] = ()
+    warnings: tuple[str, ...] = ()
+    measured_at_s: float | None = None
     source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.clusters:
             raise ConfigurationError("a topology needs at least one cluster")
         names = [cluster.name for cluster in self.clusters]
-        _check_unique(names, "clusters")
-        _check_unique([host.name for cluster in self.clusters for host in cluster.hosts], "hosts")
-        _check_unique([" and ".join(map(repr, sorted(link.ends))) for link in self.links], "links")
+        check_unique(names, "clusters")
+        check_unique([host.name for host in self.hosts], "hosts")
+        check_unique([" and ".join(map(repr, sorted(link.ends))) for link in self.links], "links")
         for link in self.links:
             if link.ends[0] == link.ends[1] or not set(link.ends) <= set(names):
                 raise ConfigurationError(f"link {link.ends} must join two of the clusters {', '.join(names)}")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        placed = [host for host in self.hosts if host.ranks is not None]
+        if not placed:
+            return
+        if len(placed) < len(self.hosts):
+            without = ", ".join(host.name for host in self.hosts if host.ranks is None)
+            raise ConfigurationError(f"ranks are given for some hosts only, not for {without}; give all or none")
+        ranks = sorted(rank for host in placed for rank in host.ranks or ())
+        if ranks != list(range(len(ranks))):
+            wrong = next(index for index, rank in enumerate([*ranks, -1]) if rank != index)
+            raise ConfigurationError(
+                f"{self.described}: the ranks of all hosts must be 0 to {len(ranks) - 1}, each once; "
+                f"rank {wrong} is missing or another stands twice"
+            )
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """All hosts, cluster by cluster."""
+        return tuple(host for cluster in self.clusters for host in cluster.hosts)
 
     @property
     def num_devices(self) -> int:
@@ -132,13 +121,74 @@ class Topology:
         return sum(cluster.num_devices for cluster in self.clusters)
 
     def cluster_of_rank(self, rank: int) -> Cluster:
-        """The cluster of a global rank. Ranks are dealt to clusters and hosts in the order of the file."""
+        """The cluster of a global rank: where the launcher put it, else dealt out in the order of the file."""
+        return self._place(rank)[0]
+
+    def host_of_rank(self, rank: int) -> Host:
+        """The host of a global rank."""
+        return self._place(rank)[1]
+
+    def ranks_of_host(self, name: str) -> tuple[int, ...]:
+        """The global ranks of a host, ascending."""
+        first = 0
+        for host in self.hosts:
+            if host.name == name:
+                return tuple(sorted(host.ranks)) if host.ranks is not None else (*range(first, first + host.devices),)
+            first += host.devices
+        raise ConfigurationError(f"{self.described} has no host {name!r}; it has {_listed(self.hosts)}")
+
+    def places(self) -> list[tuple[Cluster, Host]]:
+        """Cluster and host of every rank, by rank: for those who need them all."""
+        dealt = [(cluster, host) for cluster in self.clusters for host in cluster.hosts for _ in range(host.devices)]
+        ranks = [rank for host in self.hosts for rank in host.ranks or ()]
+        if not ranks:
+            return dealt
+        return [place for _, place in sorted(zip(ranks, dealt, strict=True), key=lambda pair: pair[0])]
+
+    def _place(self, rank: int) -> tuple[Cluster, Host]:
         first = 0
         for cluster in self.clusters:
-            if first <= rank < first + cluster.num_devices:
-                return cluster
-            first += cluster.num_devices
+            for host in cluster.hosts:
+                if rank in (host.ranks if host.ranks is not None else range(first, first + host.devices)):
+                    return cluster, host
+                first += host.devices
         raise ConfigurationError(f"rank {rank} is not in {self.described}: it has the ranks 0 to {first - 1}")
+
+    def with_ranks(self, hostnames_by_rank: Sequence[str]) -> Topology:
+        """This topology with the ranks that run on each host.
+
+        Hosts are matched by name if the names are those of the live hosts (node7 and node7.example.org are one
+        name), else by order: the first host of the file is the one with the lowest rank. ConfigurationError
+        names both lists if the hosts or their devices do not fit.
+        """
+        live: dict[str, list[int]] = {}
+        for rank, name in enumerate(hostnames_by_rank):
+            live.setdefault(name, []).append(rank)
+        hosts = self.hosts
+        lists = f"{self.described} has the hosts {_listed(hosts)}; the job runs on {', '.join(live)}"
+        if len(live) != len(hosts):
+            raise ConfigurationError(f"{lists}: {len(hosts)} and {len(live)}; write the hosts of the job in the file")
+        found = {name: _same_host(name, live) for name in (host.name for host in hosts)}
+        matched = {name: key for name, key in found.items() if key is not None}
+        if matched and len(set(matched.values())) < len(hosts):
+            missing = ", ".join(name for name in found if name not in matched)
+            raise ConfigurationError(
+                f"{lists}: the names {missing} are not among them; correct them, or give no host its real name to "
+                "match by order"
+            )
+        order = [matched[host.name] for host in hosts] if matched else list(live)
+        ranks = {host.name: tuple(live[name]) for host, name in zip(hosts, order, strict=True)}
+        for host, name in zip(hosts, order, strict=True):
+            if host.devices != len(live[name]):
+                raise ConfigurationError(
+                    f"{self.described}: host {host.name!r} has devices: {host.devices}, but {len(live[name])} "
+                    f"ranks run on {name}; write devices: {len(live[name])}, or start {host.devices} processes there"
+                )
+        clusters = tuple(
+            replace(cluster, hosts=tuple(replace(host, ranks=ranks[host.name]) for host in cluster.hosts))
+            for cluster in self.clusters
+        )
+        return replace(self, clusters=clusters)
 
     @property
     def described(self) -> str:
@@ -163,119 +213,29 @@ class Topology:
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "topology") -> Topology:
         """Read a topology from YAML text; source is the name that messages use for it."""
-        entries = YamlNode.parse(text, source=source).mapping(required=("clusters",), optional=("links",))
-        clusters: list[Cluster] = []
-        cluster_lines: dict[str, int] = {}
-        host_lines: dict[str, int] = {}
-        for node in entries["clusters"].items(minimum=1):
-            clusters.append(_read_cluster(node, cluster_lines, host_lines))
-        links: list[Link] = []
-        if "links" in entries:
-            link_lines: dict[str, int] = {}
-            links = [_read_link(node, list(cluster_lines), link_lines) for node in entries["links"].items()]
-        return cls(clusters=tuple(clusters), links=tuple(links), source=source)
+        return cls(source=source, **read_topology(text, source=source))
 
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal topology. Every host is written out."""
-        data: dict[str, Any] = {
-            "clusters": [
-                {"name": cluster.name, "hosts": [_host_data(host) for host in cluster.hosts]}
-                for cluster in self.clusters
-            ]
-        }
-        if self.links:
-            data["links"] = [
-                {
-                    "ends": list(link.ends),
-                    "transport": link.transport,
-                    "bandwidth": float(link.bandwidth_bytes_per_s),
-                    "latency": float(link.latency_s),
-                }
-                for link in self.links
-            ]
-        return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        return write_topology(self)
+
+    def to_json(self) -> str:
+        """JSON for other processes; the keys are those of the dataclasses."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str) -> Topology:
+        """Read what to_json wrote; source says in messages whose text it is."""
+        return from_json(cls, text, source=source)
 
 
-def _host_data(host: Host) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": host.name, "devices": host.devices}
-    if host.nics:
-        data["nics"] = [{"name": nic.name, "kind": nic.kind} for nic in host.nics]
-        for entry, nic in zip(data["nics"], host.nics, strict=True):
-            if nic.bandwidth_bytes_per_s is not None:
-                entry["bandwidth"] = float(nic.bandwidth_bytes_per_s)
-    return data
+def _listed(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts)
 
 
-def _read_cluster(node: YamlNode, cluster_lines: dict[str, int], host_lines: dict[str, int]) -> Cluster:
-    entries = node.mapping(required=("name", "hosts"))
-    name = _new_name(entries["name"], entries["name"].text(), cluster_lines)
-    hosts: list[Host] = []
-    for host in entries["hosts"].items(minimum=1):
-        hosts.extend(_read_hosts(host, host_lines))
-    return Cluster(name=name, hosts=tuple(hosts))
-
-
-def _read_hosts(node: YamlNode, host_lines: dict[str, int]) -> list[Host]:
-    entries = node.mapping(required=("name", "devices"), optional=("count", "nics"))
-    name = entries["name"].text()
-    devices = entries["devices"].integer(minimum=1, maximum=_MAX_DEVICES)
-    nics: list[Nic] = []
-    nic_lines: dict[str, int] = {}
-    for nic in entries["nics"].items() if "nics" in entries else ():
-        nics.append(_read_nic(nic, nic_lines))
-    names = [name]
-    if "count" in entries:
-        count = entries["count"].integer(minimum=1, maximum=_MAX_COUNT)
-        names = [f"{name}-{index}" for index in range(count)]
-    return [
-        Host(name=_new_name(entries["name"], host, host_lines), devices=devices, nics=tuple(nics)) for host in names
-    ]
-
-
-def _read_nic(node: YamlNode, nic_lines: dict[str, int]) -> Nic:
-    entries = node.mapping(required=("name", "kind"), optional=("bandwidth",))
-    return Nic(
-        name=_new_name(entries["name"], entries["name"].text(), nic_lines),
-        kind=cast(TransportKind, entries["kind"].choice(TRANSPORT_KINDS)),
-        bandwidth_bytes_per_s=entries["bandwidth"].bandwidth_bytes_per_s() if "bandwidth" in entries else None,
-    )
-
-
-def _read_link(node: YamlNode, clusters: list[str], link_lines: dict[str, int]) -> Link:
-    entries = node.mapping(required=("ends", "transport", "bandwidth", "latency"))
-    ends = entries["ends"].items()
-    if len(ends) != 2:
-        raise entries["ends"].error(f"a link has two ends, not {len(ends)}; write [one cluster, another cluster]")
-    first, second = (end.choice(clusters) for end in ends)
-    if first == second:
-        raise entries["ends"].error(f"both ends are {first!r}; a link joins two different clusters")
-    _new_name(entries["ends"], " and ".join(map(repr, sorted((first, second)))), link_lines)
-    return Link(
-        ends=(first, second),
-        transport=cast(TransportKind, entries["transport"].choice(TRANSPORT_KINDS)),
-        bandwidth_bytes_per_s=entries["bandwidth"].bandwidth_bytes_per_s(),
-        latency_s=entries["latency"].latency_s(),
-    )
-
-
-def _new_name(node: YamlNode, name: str, lines: dict[str, int]) -> str:
-    if name in lines:
-        raise node.error(f"{name} is already on line {lines[name]}; every name may stand once")
-    lines[name] = node.line
-    return name
-
-
-def _check_kind(kind: str, what: str) -> None:
-    if kind not in TRANSPORT_KINDS:
-        raise ConfigurationError(f"{what} is {kind!r}; allowed: {', '.join(TRANSPORT_KINDS)}")
-
-
-def _check_bandwidth(value: float, what: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{what}: bandwidth_bytes_per_s={value!r}; write a positive, finite number")
-
-
-def _check_unique(names: list[str], what: str) -> None:
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ConfigurationError(f"{what}: every name may stand once, but repeated: {', '.join(repeated)}")
+def _same_host(name: str, live: dict[str, list[int]]) -> str | None:
+    """The live host that a name means: itself, or the only one that is alike up to the domain."""
+    if name in live:
+        return name
+    short = [other for other in live if other.split(".")[0] == name.split(".")[0] and ("." in other) != ("." in name)]
+    return short[0] if len(short) == 1 else None

@@ -134,6 +134,19 @@ class YamlNode:
                 return number
         raise self.error(f"{self.shown} is not allowed; write a whole number {span}")
 
+    def boolean(self) -> bool:
+        """true or false."""
+        if self._is("bool") and self.node.value.lower() in ("true", "false"):
+            return bool(self.node.value.lower() == "true")
+        raise self.error(f"{self.shown} is not allowed; write true or false")
+
+    def number(self) -> float:
+        """A finite number."""
+        number, unit = self._quantity("a number")
+        if unit or not math.isfinite(number):
+            raise self.error(f"{self.shown} is not allowed; write a number")
+        return number
+
     def bandwidth_bytes_per_s(self) -> float:
         """A positive, finite bandwidth with its unit, or a bare number of bytes per second."""
         number, unit = self._quantity(_BANDWIDTH_HELP)
