@@ -18,6 +18,7 @@ PARTITION); then the answer is the best found, and proven is False.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def _deal(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     cuts.reverse()
-    return tuple(after - before for before, after in zip(cuts, cuts[1:], strict=False))
+    return tuple(after - before for before, after in itertools.pairwise(cuts))
 
 
 def _solve_one_chunk(balance: Balance) -> tuple[int, ...] | None:
@@ -375,7 +376,7 @@ def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]
         path.append(int(trail[stage - 1][1][best]))
     path.append(0)
     path.reverse()
-    return tuple(after - before for before, after in zip(path, path[1:], strict=False)), complete
+    return tuple(after - before for before, after in itertools.pairwise(path)), complete
 
 
 def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:

@@ -1,0 +1,266 @@
+"""Simulator: runs the actions of a Schedule on predicted durations and gives a Timeline.
+
+It runs the very lists that the runner runs: a rank goes through its actions in order, computes as soon as what
+it waits for has arrived, starts sends without waiting, and reduces gradients where its list says so.
+
+    timeline = simulate(make_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=8), StepCosts.even(4))
+    timeline.step_s         # (8 + 3) * 3.0: a forward takes 1 second, a backward 2, transfers nothing
+
+One replica is simulated. Replicas are alike and in step, so that where n of them send through one network card
+at a time, each gets an n-th of it: StepCosts says so in the seconds a byte takes. Within the replica a card
+serves transfers in the order in which they are started, one at a time in each direction.
+
+Gradient reductions without overlap start where the schedule has them and the rank waits for each. With
+overlap they start with the last backward of their stage, layer by layer, and the rank waits at its end; transfers
+go first where both use a card. Not modelled: that transfers slow down computing on the same device, and ranks
+that are not alike within a replica's data-parallel group (the slowest counts).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from lightning_holmes.plan.layer_cost import check_number
+from lightning_holmes.plan.schedule import Op, Schedule
+from lightning_holmes.plan.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From one rank to another: latency, and the cards on the way with the seconds that a byte takes on each."""
+
+    latency_s: float
+    hops: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        check_number(self.latency_s, "a route's latency_s")
+        for card, seconds in self.hops:
+            check_number(seconds, f"seconds a byte on {card}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Predicted durations and sizes of one step. Tuples by stage or by pipeline rank.
+
+    Attributes:
+        forward_s, backward_s: by stage, one microbatch.
+        tensor_forward_s, tensor_backward_s: by stage, the tensor-parallel transfers that are part of these.
+        activation_bytes: by stage, its output for one microbatch; its gradient is as large.
+        routes: (from rank, to rank). A pair that is missing costs nothing.
+        message_s: seconds of the sender's own time that starting a transfer takes.
+        reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
+        reduce_cards: by stage, the cards that it goes through.
+        update_s, gather_s: by rank, the optimizer's step; the gathering of sharded parameters that nothing hides.
+        static_bytes: by rank, parameters, gradients, optimizer states. held_bytes: by stage, one microbatch.
+        transient_bytes: by rank, on top of these at the peak (a layer that is being recomputed).
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    tensor_forward_s: tuple[float, ...] = ()
+    tensor_backward_s: tuple[float, ...] = ()
+    activation_bytes: tuple[float, ...] = ()
+    routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
+    message_s: float = 0.0
+    reduce_s: tuple[float, ...] = ()
+    reduce_parts: tuple[int, ...] = ()
+    reduce_cards: tuple[tuple[str, ...], ...] = ()
+    overlap_reduce: bool = False
+    update_s: tuple[float, ...] = ()
+    gather_s: tuple[float, ...] = ()
+    static_bytes: tuple[float, ...] = ()
+    held_bytes: tuple[float, ...] = ()
+    transient_bytes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            values = getattr(self, entry.name)
+            if entry.name == "message_s":
+                check_number(values, entry.name)
+            elif isinstance(values, tuple) and entry.name not in ("reduce_cards", "reduce_parts"):
+                for value in values:
+                    check_number(value, entry.name)
+
+    @classmethod
+    def even(cls, num_stages: int, *, forward_s: float = 1.0, backward_s: float = 2.0) -> StepCosts:
+        """Alike stages whose transfers take no time."""
+        return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
+
+
+_FORWARD, _BACKWARD, _SEND_ACTIVATION, _SEND_GRADIENT, _REDUCE = range(5)
+_CODES = {
+    Op.FORWARD: _FORWARD,
+    Op.BACKWARD: _BACKWARD,
+    Op.SEND_ACTIVATION: _SEND_ACTIVATION,
+    Op.SEND_GRADIENT: _SEND_GRADIENT,
+    Op.REDUCE_GRADIENTS: _REDUCE,
+}
+
+
+def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
+    """The timeline of one step. The durations must have one entry a stage; empty tuples count as zeros."""
+    return _Simulation(schedule, costs).run()
+
+
+class _Simulation:
+    def __init__(self, schedule: Schedule, costs: StepCosts) -> None:
+        ranks, stages = schedule.pipeline_parallel_size, schedule.num_stages
+        assert len(costs.forward_s) == len(costs.backward_s) == stages, (len(costs.forward_s), stages)
+        self.schedule, self.costs = schedule, costs
+        self.num_ranks, self.num_stages, self.num_microbatches = ranks, stages, schedule.num_microbatches
+        self.actions = [
+            [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op in _CODES]
+            for actions in schedule.actions
+        ]
+        self.cursor = [0] * ranks
+        self.clock = [0.0] * ranks
+        self.spans: list[list[Span]] = [[] for _ in range(ranks)]
+        # by (backward or not, stage, microbatch): when the tensor arrived, and when it had been sent
+        self.arrived: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.waiting: dict[tuple[int, int, int], int] = {}
+        self.queue: list[tuple[float, int, int, int, int, int]] = []
+        self.free: dict[str, float] = {}
+        self.sequence = 0
+        self.waited = [0.0] * ranks
+        self.reduced = [0.0] * ranks
+        self.tensor = [0.0] * ranks
+        self.last_backward: dict[int, tuple[float, float]] = {}
+        self.held = [0.0] * ranks
+        self.peak = [0.0] * ranks
+        self.pending: list[list[int]] = [[] for _ in range(ranks)]
+
+    def run(self) -> Timeline:
+        for rank in range(self.num_ranks):
+            self._go_on(rank)
+        while self.queue:
+            time, _, code, stage, microbatch, rank = heapq.heappop(self.queue)
+            self._transfer(time, code, stage, microbatch, rank)
+        for rank in range(self.num_ranks):
+            assert self.cursor[rank] == len(self.actions[rank]), f"rank {rank} waits for ever"
+            self._finish(rank)
+        static, transient = self.costs.static_bytes, self.costs.transient_bytes
+        peaks = tuple(
+            self.peak[rank] + (static[rank] if static else 0.0) + (transient[rank] if transient else 0.0)
+            for rank in range(self.num_ranks)
+        )
+        return Timeline(
+            spans=tuple(tuple(sorted(spans, key=lambda span: span.start_s)) for spans in self.spans),
+            step_s=max(self.clock),
+            exposed_s={
+                "pipeline": sum(self.waited),
+                "data_parallel": sum(self.reduced),
+                "tensor_parallel": sum(self.tensor),
+            },
+            peak_memory_bytes=peaks,
+        )
+
+    def _go_on(self, rank: int) -> None:
+        """Run a rank's actions until it has to wait for a tensor that has not been sent yet."""
+        actions, costs, clock = self.actions[rank], self.costs, self.clock[rank]
+        last = self.num_stages - 1
+        cursor = self.cursor[rank]
+        while cursor < len(actions):
+            code, stage, microbatch = actions[cursor]
+            if code <= _BACKWARD:
+                if stage > 0 if code == _FORWARD else stage < last:
+                    key = (code, stage, microbatch)
+                    arrival = self.arrived.pop(key, None)
+                    if arrival is None:
+                        self.waiting[key] = rank
+                        break
+                    if arrival[0] > clock:
+                        self.waited[rank] += arrival[0] - max(clock, arrival[1])
+                        clock = arrival[0]
+                start = clock
+                if code == _FORWARD:
+                    clock += costs.forward_s[stage]
+                    self.spans[rank].append(Span("forward", start, clock, stage, microbatch))
+                    if costs.tensor_forward_s:
+                        self.tensor[rank] += costs.tensor_forward_s[stage]
+                    if costs.held_bytes:
+                        self.held[rank] += costs.held_bytes[stage]
+                        self.peak[rank] = max(self.peak[rank], self.held[rank])
+                        if self.schedule.forward_only:
+                            self.held[rank] -= costs.held_bytes[stage]
+                else:
+                    clock += costs.backward_s[stage]
+                    self.spans[rank].append(Span("backward", start, clock, stage, microbatch))
+                    self.last_backward[stage] = (start, clock)
+                    if costs.tensor_backward_s:
+                        self.tensor[rank] += costs.tensor_backward_s[stage]
+                    if costs.held_bytes:
+                        self.held[rank] -= costs.held_bytes[stage]
+            elif code == _REDUCE:
+                clock = self._reduce(rank, stage, clock)
+            else:
+                clock += costs.message_s
+                self.sequence += 1
+                heapq.heappush(self.queue, (clock, self.sequence, code, stage, microbatch, rank))
+            cursor += 1
+        self.cursor[rank], self.clock[rank] = cursor, clock
+
+    def _transfer(self, time: float, code: int, stage: int, microbatch: int, source: int) -> None:
+        """Bring a tensor to its rank through the cards on its way, and let that rank go on if it waits."""
+        forward = code == _SEND_ACTIVATION
+        target = stage + 1 if forward else stage - 1
+        rank = target % self.num_ranks
+        route = self.costs.routes.get((source, rank))
+        arrival = start = time
+        if route is not None:
+            num_bytes = (
+                self.costs.activation_bytes[stage if forward else target] if self.costs.activation_bytes else 0.0
+            )
+            for card, _ in route.hops:
+                start = max(start, self.free.get(card, 0.0))
+            slowest = 0.0
+            for card, seconds in route.hops:
+                taken = num_bytes * seconds
+                self.free[card] = start + taken
+                slowest = max(slowest, taken)
+            arrival = start + slowest + route.latency_s
+        if arrival > time:
+            self.spans[source].append(Span("transfer", start, arrival, stage, microbatch))
+        key = (_FORWARD if forward else _BACKWARD, target, microbatch)
+        self.arrived[key] = (arrival, time)
+        if self.waiting.pop(key, None) is not None:
+            self._go_on(rank)
+
+    def _reduce(self, rank: int, stage: int, clock: float) -> float:
+        seconds = self.costs.reduce_s[stage] if self.costs.reduce_s else 0.0
+        if seconds == 0:
+            return clock
+        if self.costs.overlap_reduce:
+            self.pending[rank].append(stage)
+            return clock
+        self.spans[rank].append(Span("reduce", clock, clock + seconds, stage, -1))
+        self.reduced[rank] += seconds
+        return clock + seconds
+
+    def _finish(self, rank: int) -> None:
+        """Overlapped reductions, the optimizer's step, and the gathering of parameters."""
+        costs, clock = self.costs, self.clock[rank]
+        free = 0.0
+        for stage in sorted(self.pending[rank], key=lambda stage: self.last_backward[stage]):
+            seconds = costs.reduce_s[stage]
+            began, ended = self.last_backward[stage]
+            parts = costs.reduce_parts[stage] if costs.reduce_parts else 1
+            cards = costs.reduce_cards[stage] if costs.reduce_cards else ()
+            # the first part is ready when the last layer's backward is done, the last part at the very end
+            start = max([free, began + (ended - began) / parts, *(self.free.get(card, 0.0) for card in cards)])
+            free = max(start + seconds, ended + seconds / parts)
+            self.spans[rank].append(Span("reduce", start, free, stage, -1))
+        if free > clock:
+            self.reduced[rank] += free - clock
+            clock = free
+        for kind, by_rank in (("update", costs.update_s), ("gather", costs.gather_s)):
+            seconds = by_rank[rank] if by_rank else 0.0
+            if seconds:
+                self.spans[rank].append(
+                    Span("update" if kind == "update" else "gather", clock, clock + seconds, -1, -1)
+                )
+                clock += seconds
+                if kind == "gather":
+                    self.reduced[rank] += seconds
+        self.clock[rank] = clock

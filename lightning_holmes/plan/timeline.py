@@ -1,0 +1,93 @@
+"""Timeline: what each pipeline rank did when, in one step. Plain data, predicted or measured.
+
+The simulator makes one from a plan; a monitored run makes one from its own clocks. Both are drawn by the same plot.
+
+    timeline.step_s, timeline.bubble_share, timeline.exposed_s["data_parallel"], timeline.peak_memory_bytes[0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+SpanKind = Literal["forward", "backward", "transfer", "reduce", "update", "gather"]
+COMPUTE_KINDS = ("forward", "backward", "update")
+AXES = ("pipeline", "data_parallel", "tensor_parallel")
+
+
+class Span(NamedTuple):
+    """One thing that a rank did from start_s to end_s, seconds since the step's start.
+
+    A transfer is the sender's. stage is the stage whose work it is; microbatch is -1 for what belongs to none.
+    """
+
+    kind: SpanKind
+    start_s: float
+    end_s: float
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        spans: for each pipeline rank what it did, ordered by start.
+        step_s: from the start of the step to the end of its last rank.
+        exposed_s: for each axis, the seconds that ranks waited for its transfers and did nothing else, summed
+            over pipeline ranks. For the pipeline: from when the sender had the tensor to when it arrived.
+        peak_memory_bytes: for each rank; zeros where memory is not known.
+        source: "predicted" or "measured".
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    step_s: float
+    exposed_s: dict[str, float]
+    peak_memory_bytes: tuple[float, ...]
+    source: Literal["predicted", "measured"] = "predicted"
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.spans)
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds in which a rank computed; tensor-parallel transfers inside of its computations count."""
+        return sum(span.end_s - span.start_s for span in self.spans[rank] if span.kind in COMPUTE_KINDS)
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the ranks' time in which they neither computed nor waited for a transfer."""
+        if self.step_s == 0:
+            return 0.0
+        total = self.num_ranks * self.step_s
+        busy = sum(self.busy_s(rank) for rank in range(self.num_ranks))
+        waited = self.exposed_s.get("pipeline", 0.0) + self.exposed_s.get("data_parallel", 0.0)
+        return max(0.0, (total - busy - waited) / total)
+
+    def exposed_share(self, axis: str) -> float:
+        """Share of the ranks' time in which they waited for transfers of an axis."""
+        return self.exposed_s.get(axis, 0.0) / (self.num_ranks * self.step_s) if self.step_s else 0.0
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON; from_data reads it back."""
+        return {
+            "step_s": self.step_s,
+            "bubble_share": self.bubble_share,
+            "exposed_s": dict(self.exposed_s),
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+            "source": self.source,
+            "spans": [[list(span) for span in row] for row in self.spans],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Timeline:
+        """Read what to_data wrote."""
+        return cls(
+            spans=tuple(tuple(Span(*span) for span in row) for row in data["spans"]),
+            step_s=data["step_s"],
+            exposed_s=dict(data["exposed_s"]),
+            peak_memory_bytes=tuple(data["peak_memory_bytes"]),
+            source=data["source"],
+        )

@@ -1,0 +1,148 @@
+"""Simulated steps: solved by hand, against the closed forms, and large ones in time."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.schedule import make_schedule
+from lightning_holmes.plan.simulator import Route, StepCosts, simulate
+from lightning_holmes.plan.timeline import Timeline
+
+
+def run(name: str, costs: StepCosts, microbatches: int, *, ranks: int, chunks: int = 1, forward_only: bool = False):
+    schedule = make_schedule(
+        name,
+        pipeline_parallel_size=ranks,
+        num_microbatches=microbatches,
+        num_chunks=chunks,
+        forward_only=forward_only,
+    )
+    return simulate(schedule, costs)
+
+
+seconds = st.floats(0.01, 5.0)
+
+
+@given(st.integers(1, 8), st.integers(1, 20), seconds, seconds)
+@settings(max_examples=150, deadline=None)
+def test_bubble_of_1f1b_and_gpipe(ranks: int, microbatches: int, forward: float, backward: float) -> None:
+    # GPipe (arXiv 1811.06965) and PipeDream-flush (2006.09503): (P-1)/(M+P-1) of the step
+    for name in ("1f1b", "gpipe"):
+        timeline = run(name, StepCosts.even(ranks, forward_s=forward, backward_s=backward), microbatches, ranks=ranks)
+        assert timeline.step_s == pytest.approx((microbatches + ranks - 1) * (forward + backward))
+        assert timeline.bubble_share == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), seconds)
+@settings(max_examples=100, deadline=None)
+def test_bubble_of_interleaved(ranks: int, groups: int, chunks: int, forward: float) -> None:
+    # Megatron-LM (arXiv 2104.04473, 2.2): 1/V of the bubble, for M a multiple of P
+    microbatches = groups * ranks
+    costs = StepCosts.even(ranks * chunks, forward_s=forward, backward_s=2 * forward)
+    timeline = run("interleaved_1f1b", costs, microbatches, ranks=ranks, chunks=chunks)
+    assert timeline.step_s == pytest.approx((chunks * microbatches + ranks - 1) * 3 * forward)
+    assert timeline.bubble_share == pytest.approx((ranks - 1) / (chunks * microbatches + ranks - 1))
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.data())
+@settings(max_examples=100, deadline=None)
+def test_unlike_stages_take_no_less_than_the_slowest(ranks: int, microbatches: int, data: st.DataObject) -> None:
+    forward = tuple(data.draw(st.lists(seconds, min_size=ranks, max_size=ranks)))
+    costs = StepCosts(forward_s=forward, backward_s=tuple(2 * value for value in forward))
+    step_s = run("1f1b", costs, microbatches, ranks=ranks).step_s
+    slowest = max(forward)
+    assert step_s >= 3 * (microbatches * slowest) - 1e-9
+    # every microbatch passes every stage, and the slowest one works without a pause in between at worst
+    assert step_s <= 3 * (sum(forward) + (microbatches - 1) * slowest) * (1 + 1e-9) + 3 * ranks * slowest
+
+
+def test_two_stages_by_hand() -> None:
+    # F 1, B 2; a transfer takes 3 s on one card a direction.
+    #   rank 0: F0 0-1, F1 1-2                        B0 10-12, B1 13-15
+    #   rank 1:         F0 4-5, B0 5-7, F1 7-8, B1 8-10
+    # The activations are under way from 1 to 4 and 4 to 7, the gradients from 7 to 10 and 10 to 13.
+    route = Route(0.0, (("card", 3.0),))
+    back = Route(0.0, (("other card", 3.0),))
+    costs = StepCosts(
+        forward_s=(1, 1), backward_s=(2, 2), activation_bytes=(1, 1), routes={(0, 1): route, (1, 0): back}
+    )
+    timeline = run("1f1b", costs, 2, ranks=2)
+    at = {(rank, s.kind, s.microbatch): (s.start_s, s.end_s) for rank, row in enumerate(timeline.spans) for s in row}
+    assert at[1, "forward", 0] == (4, 5)
+    assert at[1, "backward", 0] == (5, 7)
+    assert at[1, "forward", 1] == (7, 8)  # its input came through the same card, from 4 to 7
+    assert at[0, "transfer", 1] == (4, 7)
+    assert at[0, "backward", 0] == (10, 12)
+    assert at[0, "backward", 1] == (13, 15)
+    assert timeline.step_s == 15
+    # rank 1 waited 1-4 for its first input, rank 0 waited 7-10 and 12-13
+    assert timeline.exposed_s["pipeline"] == pytest.approx(3 + 3 + 1)
+    assert timeline.bubble_share == pytest.approx((30 - 12 - 7) / 30)
+
+
+def test_a_shared_card_serves_one_at_a_time_and_latency_does_not_occupy_it() -> None:
+    # ranks 0 and 1 of three send through one card: rank 1's second transfer waits for nobody but the card
+    shared = {(0, 1): Route(0.5, (("nic", 1.0),)), (1, 2): Route(0.5, (("nic", 1.0),))}
+    costs = StepCosts(forward_s=(1, 1, 1), backward_s=(0, 0, 0), activation_bytes=(2, 2, 2), routes=shared)
+    timeline = run("gpipe", costs, 2, ranks=3, forward_only=True)
+    # card: 0->1 m0 1-3, m1 3-5; rank 1 computes m0 3.5-4.5, sends it 5-7, m1 arrives 5.5, computed 6.5, sent 7-9
+    sent = [(s.start_s, s.end_s) for row in timeline.spans for s in row if s.kind == "transfer"]
+    assert sent == [(1, 3.5), (3, 5.5), (5, 7.5), (7, 9.5)]
+    assert timeline.step_s == pytest.approx(10.5)
+
+
+def test_reductions_by_hand() -> None:
+    plain = StepCosts(forward_s=(1, 1), backward_s=(2, 2), reduce_s=(4, 4), update_s=(1, 1), reduce_parts=(2, 2))
+    # rank 0 ends computing at 9, rank 1 at 7; nothing overlaps: 9 + 4 + 1
+    timeline = run("1f1b", plain, 2, ranks=2)
+    assert timeline.step_s == 14 and timeline.exposed_s["data_parallel"] == 8
+    # overlapped: rank 0's last backward is 7-9; its first half is ready at 8, so reduced by 12; rank 1's by 10
+    overlapped = StepCosts(
+        forward_s=(1, 1), backward_s=(2, 2), reduce_s=(4, 4), update_s=(1, 1), reduce_parts=(2, 2), overlap_reduce=True
+    )
+    timeline = run("1f1b", overlapped, 2, ranks=2)
+    assert timeline.step_s == 13 and timeline.exposed_s["data_parallel"] == 3 + 3
+
+
+def test_memory_of_schedules() -> None:
+    costs = StepCosts(
+        forward_s=(1,) * 4, backward_s=(2,) * 4, held_bytes=(10,) * 4, static_bytes=(100,) * 4, transient_bytes=(1,) * 4
+    )
+    assert run("1f1b", costs, 8, ranks=4).peak_memory_bytes == (141, 131, 121, 111)
+    assert run("gpipe", costs, 8, ranks=4).peak_memory_bytes == (181,) * 4
+    assert run("1f1b", costs, 8, ranks=4, forward_only=True).peak_memory_bytes == (111,) * 4
+
+
+def test_round_trip() -> None:
+    timeline = run("1f1b", StepCosts.even(3), 4, ranks=3)
+    assert Timeline.from_data(timeline.to_data()) == timeline
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+def test_bad_numbers_are_refused(bad: float) -> None:
+    with pytest.raises(ConfigurationError, match="forward_s"):
+        StepCosts(forward_s=(bad,), backward_s=(1.0,))
+    with pytest.raises(ConfigurationError, match="latency_s"):
+        Route(bad, ())
+
+
+@pytest.mark.parametrize(("ranks", "name", "chunks"), [(1024, "1f1b", 1), (64, "interleaved_1f1b", 4)])
+def test_large_pipelines_are_quick(ranks: int, name: str, chunks: int) -> None:
+    route = {(r, (r + step) % ranks): Route(1e-3, ((f"{r}:{step}", 1e-3),)) for r in range(ranks) for step in (-1, 1)}
+    route = {(source, target % ranks): way for (source, target), way in route.items()}
+    costs = StepCosts(
+        forward_s=(1.0,) * (ranks * chunks),
+        backward_s=(2.0,) * (ranks * chunks),
+        activation_bytes=(1.0,) * (ranks * chunks),
+        routes=route,
+    )
+    schedule = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=64, num_chunks=chunks)
+    start = time.process_time()
+    timeline = simulate(schedule, costs)
+    taken = time.process_time() - start
+    assert timeline.step_s > (64 * chunks + ranks - 1) * 3
+    assert taken < 5.0, taken
