@@ -22,3 +22,17 @@ class UnsupportedModuleError(HolmesError, TypeError):
 
 class RemoteError(HolmesError, RuntimeError):
     """Another rank failed first. The message names that rank and carries its error."""
+
+
+class CheckpointError(HolmesError, RuntimeError):
+    """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
+
+
+class TestbedError(HolmesError, RuntimeError):
+    """Something on a testbed went wrong: a host that is not there, or a command that failed."""
+
+    __test__ = False  # not a test, whatever pytest thinks of its name
+
+
+class TestbedUnavailable(TestbedError):
+    """This machine cannot carry a testbed. The message says which capability is missing."""
