@@ -1,0 +1,204 @@
+"""HostInventory: what one host has, read without root and without starting anything, in well under 50 ms.
+
+It owns the environment variables about a host (HOLMES_SYSFS_ROOT, HOLMES_HOST_NAME, HOLMES_CLUSTER,
+HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and who a host is. The parts are read by rdma.py,
+interfaces.py and gpus.py. What several hosts have in common is fabric.py's business.
+
+    inventory = probe_host()
+    inventory.rdma[0].name                         # "mlx5_0"
+    HostInventory.from_json(inventory.to_json(), source="rank 3") == inventory
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_holmes.cluster.gpus import Gpu, near_gpus, read_gpus
+from lightning_holmes.cluster.interfaces import (
+    Interface,
+    choose_interfaces,
+    find_main_interface,
+    read_interfaces,
+)
+from lightning_holmes.cluster.json_data import from_json, to_json
+from lightning_holmes.cluster.network import Nic, check_unique
+from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
+from lightning_holmes.cluster.sysfs import SysfsReader
+from lightning_holmes.errors import ConfigurationError
+
+_TOPOGRAPH = "network.topology.nvidia.com/"
+_TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are those of 0.1
+_TOPOGRAPH_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,3})")  # since 1.0: tier 0 is nearest to the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInventory:
+    """One host.
+
+    Attributes:
+        name: HOLMES_HOST_NAME, else the host name.
+        identity: equal for processes of one host: the name if it was given, else name, boot and network namespace.
+        cluster: HOLMES_CLUSTER, or None.
+        switches: the switches above the host, from the top, as SLURM or Topograph name them.
+        switches_source: "slurm" or "topograph"; only hints of one source are compared.
+        rdma: all ports of RDMA devices.
+        interfaces: those that carry traffic between hosts; the main one first.
+        main_interface: the one that reaches the master or the default route.
+        warnings: what could not be read, each with its file.
+    """
+
+    name: str
+    identity: str
+    cluster: str | None = None
+    switches: tuple[str, ...] = ()
+    switches_source: str | None = None
+    rdma: tuple[RdmaPort, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    main_interface: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("identity", self.identity), ("cluster", self.cluster)):
+            if text is not None and not text.strip():
+                raise ConfigurationError(f"the {what} of a host is empty")
+        check_unique([port.name for port in self.rdma], f"RDMA ports of host {self.name!r}")
+        check_unique([interface.name for interface in self.interfaces], f"interfaces of host {self.name!r}")
+        for address in (a for addresses in self._addresses() for a in addresses):
+            try:
+                ipaddress.ip_interface(address)
+            except ValueError as error:
+                raise ConfigurationError(f"an address of host {self.name!r}: {error}") from error
+
+    def _addresses(self) -> tuple[tuple[str, ...], ...]:
+        return (*(port.addresses for port in self.rdma), *(interface.addresses for interface in self.interfaces))
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str) -> HostInventory:
+        """Read what to_json wrote. ConfigurationError names source and place of whatever does not fit."""
+        return from_json(cls, text, source=source)
+
+    def nics(self) -> tuple[Nic, ...]:
+        """Its network cards as a topology has them: RDMA first, then Ethernet, the main interface before others."""
+        near = near_gpus(self.gpus, {port.name: (port.pci, port.numa_node) for port in self.rdma})
+        rdma = [
+            Nic(
+                name=port.name,
+                kind=port.kind,
+                bandwidth_bytes_per_s=port.rate_bytes_per_s,
+                interface=port.interface,
+                addresses=tuple(address.split("/")[0] for address in port.addresses),
+                up=port.up,
+                near_devices=near[port.name],
+            )
+            for port in self.rdma
+        ]
+        names = {nic.name for nic in rdma}
+        ethernet = [
+            Nic(
+                name=interface.name,
+                kind="ethernet",
+                bandwidth_bytes_per_s=interface.speed_bytes_per_s,
+                interface=interface.name,
+                addresses=tuple(address.split("/")[0] for address in interface.addresses),
+                up=interface.up,
+            )
+            for interface in self.interfaces
+            if interface.name not in names
+        ]
+        return (*rdma, *ethernet)
+
+    @property
+    def main(self) -> Interface | None:
+        """The main interface."""
+        return next((i for i in self.interfaces if i.name == self.main_interface), None)
+
+
+def probe_host(
+    *, sysfs_root: str | None = None, machine_root: str = "/", master_addr: str | None = None
+) -> HostInventory:
+    """Read what this host has. Nothing is raised for what is missing: see ``warnings``.
+
+    Args:
+        sysfs_root: where class/infiniband is; default HOLMES_SYSFS_ROOT, else /sys.
+        machine_root: what stands before sys/class/net, sys/bus/pci and proc; for tests.
+        master_addr: the numeric address of the master; default MASTER_ADDR, if that is numeric.
+    """
+    environment = dict(os.environ)
+    reader = SysfsReader()
+    machine = machine_root.rstrip("/")
+    sysfs = (sysfs_root or environment.get("HOLMES_SYSFS_ROOT") or f"{machine}/sys").rstrip("/")
+    master = master_addr or environment.get("MASTER_ADDR")
+    every = read_interfaces(reader, f"{machine}/sys/class/net")
+    rdma = read_rdma_ports(reader, f"{sysfs}/class/infiniband", {interface.name: interface for interface in every})
+    behind = {port.interface for port in rdma if port.interface is not None}
+    main = find_main_interface(reader, every, behind_rdma=behind, proc_net=f"{machine}/proc/net", master_addr=master)
+    name, identity = _identity(reader, environment, machine)
+    source, switches = read_switches(reader, environment)
+    return HostInventory(
+        name=name,
+        identity=identity,
+        cluster=(environment.get("HOLMES_CLUSTER") or "").strip() or None,
+        switches=switches,
+        switches_source=source,
+        rdma=rdma,
+        interfaces=choose_interfaces(every, behind_rdma=behind, main=main),
+        main_interface=main,
+        gpus=read_gpus(
+            reader, pci_devices=f"{machine}/sys/bus/pci/devices", nvidia=f"{machine}/proc/driver/nvidia/gpus"
+        ),
+        warnings=tuple(reader.warnings),
+    )
+
+
+def read_switches(reader: SysfsReader, environment: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
+    """Where the hints about switches come from, and the switches from the top.
+
+    HOLMES_TOPOGRAPH_LABELS holds the node's Topograph labels as ``key=value,...`` or names a file with one
+    ``key="value"`` a line, as Kubernetes' downward API writes them. SLURM sets SLURM_TOPOLOGY_ADDR to the names
+    from the top switch down to the node, joined by periods, and SLURM_TOPOLOGY_ADDR_PATTERN to what each is.
+    """
+    given = environment.get("HOLMES_TOPOGRAPH_LABELS")
+    if given:
+        text = given if "=" in given else reader.text(given) or ""
+        labels: dict[str, str] = {}
+        for entry in re.split(r"[\n,]", text):
+            key, _, value = entry.partition("=")
+            labels[key.strip()] = value.strip().strip('"')
+        tiers = {int(m.group(1)): labels[key] for key in labels if (m := _TOPOGRAPH_TIER.fullmatch(key))}
+        switches = [tiers[tier] for tier in sorted(tiers, reverse=True)]
+        switches = switches or [labels[_TOPOGRAPH + tier] for tier in _TOPOGRAPH_TIERS if labels.get(_TOPOGRAPH + tier)]
+        if switches:
+            return "topograph", tuple(switches)
+        reader.warn(f"HOLMES_TOPOGRAPH_LABELS={given[:80]!r}: no label {_TOPOGRAPH}core, spine or leaf found there")
+    address, pattern = environment.get("SLURM_TOPOLOGY_ADDR", ""), environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    kinds = pattern.split(".")
+    if "." in address and not pattern:
+        reader.warn(f"SLURM_TOPOLOGY_ADDR={address[:80]!r} is not used: SLURM_TOPOLOGY_ADDR_PATTERN is not set")
+        kinds = []
+    # The node stands last and may hold periods itself, so the parts are counted from the front.
+    switches = [part for part, kind in zip(address.split("."), kinds, strict=False) if kind != "node" and part]
+    return ("slurm", tuple(switches)) if switches else (None, ())
+
+
+def _identity(reader: SysfsReader, environment: Mapping[str, str], machine: str) -> tuple[str, str]:
+    given = (environment.get("HOLMES_HOST_NAME") or "").strip()
+    if given:
+        return given, given
+    name = socket.gethostname() or "host"
+    boot = reader.text(f"{machine}/proc/sys/kernel/random/boot_id", optional=True) or "?"
+    try:
+        namespace = str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError as error:
+        reader.warn(f"/proc/self/ns/net: {error.strerror}")
+        namespace = "?"
+    return name, f"{name}/{boot}/{namespace}"

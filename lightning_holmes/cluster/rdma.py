@@ -1,0 +1,182 @@
+"""RdmaPort: the ports of RDMA devices, from class/infiniband of a sysfs tree.
+
+What is read of each device and port (Documentation/ABI/stable/sysfs-class-infiniband): node_type, link_layer,
+state, rate, sm_lid, gids, gid_attrs/types, gid_attrs/ndevs, and the device's numa_node, physfn and sriov_numvfs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_holmes.cluster.interfaces import Interface
+from lightning_holmes.cluster.sysfs import SysfsReader, natural_key, pci_path
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*Gb/sec")
+_EMPTY_GIDS = 16  # so many empty entries in a row end the table: 256 reads a port would cost the 50 ms
+_MAX_GIDS = 256
+DEFAULT_PREFIX = "fe80:0000:0000:0000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaPort:
+    """One port of an RDMA device.
+
+    Attributes:
+        name: the device, with ":port" where it has several, as NCCL_IB_HCA takes it.
+        roce_versions: "v1", "v2": the types of its GIDs; empty on InfiniBand.
+        rate_bytes_per_s: None if not known.
+        state: as the kernel words it: ACTIVE, DOWN, INIT, ARMED.
+        up: ACTIVE, and the interface that its GIDs name is up.
+        sm_lid: the LID of the subnet manager; None on RoCE, and where there is none.
+        subnet_prefix: the first half of an InfiniBand GID.
+        interface: the network interface behind it.
+        addresses: with prefix length. From the interface; where that is not visible here, from the RoCE GIDs,
+            with /24 or /64 taken for granted.
+        function: "physical" or "virtual" with SR-IOV, None without.
+        counters: the folder of its port counters; port_xmit_data there counts words of four bytes.
+    """
+
+    name: str
+    device: str
+    port: int
+    kind: Literal["infiniband", "roce"]
+    roce_versions: tuple[str, ...] = ()
+    rate_bytes_per_s: float | None = None
+    state: str | None = None
+    up: bool = False
+    sm_lid: int | None = None
+    subnet_prefix: str | None = None
+    interface: str | None = None
+    addresses: tuple[str, ...] = ()
+    numa_node: int | None = None
+    function: Literal["physical", "virtual"] | None = None
+    pci: tuple[str, ...] = ()
+    counters: str | None = None
+
+
+def read_rdma_ports(
+    reader: SysfsReader, infiniband_class: str, interfaces: Mapping[str, Interface]
+) -> tuple[RdmaPort, ...]:
+    """All ports that speak InfiniBand or RoCE. infiniband_class: the folder class/infiniband."""
+    found: list[RdmaPort] = []
+    for device in reader.names(infiniband_class):
+        folder = f"{infiniband_class}/{device}"
+        node_type = reader.text(f"{folder}/node_type", optional=True)
+        if node_type is not None and "RNIC" in node_type:
+            reader.warn(f"{folder}/node_type: {node_type!r} is iWARP, which is not used as RDMA here")
+            continue
+        ports = [port for port in reader.names(f"{folder}/ports") if port.isdecimal()]
+        for port in ports:
+            name = f"{device}:{port}" if len(ports) > 1 else device
+            read = _read_port(reader, folder, device, int(port), name, interfaces)
+            if read is not None:
+                found.append(read)
+    return tuple(found)
+
+
+def _read_port(
+    reader: SysfsReader, folder: str, device: str, port: int, name: str, interfaces: Mapping[str, Interface]
+) -> RdmaPort | None:
+    here = f"{folder}/ports/{port}"
+    gids = _read_gids(reader, here)
+    layer = reader.text(f"{here}/link_layer")
+    versions = tuple(sorted({version for _, version, _ in gids if version is not None}))
+    if layer is None and gids:
+        layer = "Ethernet" if "v2" in versions or any(ndev for _, _, ndev in gids) else "InfiniBand"
+    if layer not in ("InfiniBand", "Ethernet"):
+        reader.warn(f"{here}/link_layer: {layer!r} is neither InfiniBand nor Ethernet; the port is not used")
+        return None
+    state = (reader.text(f"{here}/state") or "").split(":")[-1].strip() or None
+    named = next((ndev for _, _, ndev in gids if ndev), None)
+    interface = named or _first_interface(reader, folder, port)
+    live = interfaces.get(interface) if interface is not None else None
+    if interface is not None and live is None:
+        reader.warn(f"{here}: its interface {interface!r} is not in the network namespace of this process")
+    up = state == "ACTIVE"
+    if named is not None and live is not None and not live.up:
+        up = False  # an IPoIB interface found beside the device may be down and the port still carry verbs
+    numa = reader.number(f"{folder}/device/numa_node", optional=True)
+    lid = reader.number(f"{here}/sm_lid", optional=layer == "Ethernet")
+    infiniband = layer == "InfiniBand"
+    return RdmaPort(
+        name=name,
+        device=device,
+        port=port,
+        kind="infiniband" if infiniband else "roce",
+        roce_versions=() if infiniband else versions,
+        rate_bytes_per_s=_read_rate(reader, f"{here}/rate"),
+        state=state,
+        up=up,
+        sm_lid=lid if infiniband and lid else None,
+        subnet_prefix=gids[0][0][:19] if infiniband and gids else None,
+        interface=interface,
+        addresses=live.addresses if live is not None else () if infiniband else _gid_addresses(gids),
+        numa_node=numa if numa is not None and numa >= 0 else None,
+        function=_function(reader, folder),
+        pci=pci_path(f"{folder}/device") or pci_path(folder),
+        counters=f"{here}/counters" if os.path.isdir(f"{here}/counters") else None,
+    )
+
+
+def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, str | None, str | None]]:
+    """(gid, RoCE version, interface) of the entries that are in use."""
+    found: list[tuple[str, str | None, str | None]] = []
+    empty = 0
+    # An unused entry of a RoCE table is an error to read, so that only the first may be missed with a warning.
+    for index in range(_MAX_GIDS):
+        gid = reader.text(f"{here}/gids/{index}", optional=index > 0)
+        if gid is None or not _is_used(gid):
+            empty += 1
+            if empty >= _EMPTY_GIDS or (gid is None and not os.path.exists(f"{here}/gids/{index}")):
+                break
+            continue
+        empty = 0
+        kind = reader.text(f"{here}/gid_attrs/types/{index}", optional=True) or ""
+        version = "v2" if "v2" in kind else "v1" if "v1" in kind else None
+        found.append((gid.lower(), version, reader.text(f"{here}/gid_attrs/ndevs/{index}", optional=True) or None))
+    return found
+
+
+def _is_used(gid: str) -> bool:
+    """Not all zero, and more than a bare prefix: RoCE tables hold fe80::0 where nothing is."""
+    return re.fullmatch(r"[0-9a-fA-F]{4}(:[0-9a-fA-F]{4}){7}", gid) is not None and bool(set(gid[20:]) - {"0", ":"})
+
+
+def _gid_addresses(gids: list[tuple[str, str | None, str | None]]) -> tuple[str, ...]:
+    found = set()
+    for gid, _, _ in gids:
+        address = ipaddress.IPv6Address(gid)
+        if address.ipv4_mapped is not None:
+            found.add((4, f"{address.ipv4_mapped}/24"))
+        elif not address.is_link_local:
+            found.add((6, f"{address}/64"))
+    return tuple(text for _, text in sorted(found))
+
+
+def _read_rate(reader: SysfsReader, path: str) -> float | None:
+    text = reader.text(path)
+    match = _RATE.match(text) if text else None
+    if text and match is None:
+        reader.warn(f"{path}: {text[:40]!r} is not a rate")
+    return float(match.group(1)) * 1e9 / 8 or None if match else None
+
+
+def _first_interface(reader: SysfsReader, folder: str, port: int) -> str | None:
+    """The interface beside the device on its PCI function; dev_port tells several ports' interfaces apart."""
+    beside = f"{folder}/device/net"
+    names = sorted(reader.names(beside, optional=True), key=natural_key)
+    for name in names:
+        if len(names) == 1 or reader.number(f"{beside}/{name}/dev_port", optional=True) == port - 1:
+            return name
+    return None
+
+
+def _function(reader: SysfsReader, folder: str) -> Literal["physical", "virtual"] | None:
+    if os.path.lexists(f"{folder}/device/physfn"):
+        return "virtual"
+    return "physical" if reader.number(f"{folder}/device/sriov_numvfs", optional=True) else None

@@ -1,0 +1,72 @@
+"""SysfsReader: small files of /sys and /proc, and a list of those that could not be read.
+
+Nothing here raises for what a machine lacks: a missing or forbidden file is a warning that names it.
+
+    reader = SysfsReader()
+    reader.text("/sys/class/net/eth0/mtu")      # "1500", or None with a line in reader.warnings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+
+_MAX_BYTES = 4096
+_MAX_WARNINGS = 50
+_PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]|pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}")
+
+
+class SysfsReader:
+    """Reads and remembers what it could not read."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warn(self, message: str) -> None:
+        """Note something that the user may want to know, once."""
+        if message not in self.warnings and len(self.warnings) < _MAX_WARNINGS:
+            self.warnings.append(message)
+
+    def text(self, path: str, *, optional: bool = False) -> str | None:
+        """The stripped text of a file, None if it cannot be read. An optional one may be missing in silence."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return os.read(descriptor, _MAX_BYTES).decode("utf-8", "replace").strip("\0 \t\r\n")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if not optional:
+                self.warn(f"{path}: {error.strerror or error}")
+            return None
+
+    def names(self, path: str, *, optional: bool = False) -> list[str]:
+        """The entries of a folder in natural order; none if it cannot be read."""
+        try:
+            return sorted(os.listdir(path), key=natural_key)
+        except OSError as error:
+            if not (optional and isinstance(error, (FileNotFoundError, NotADirectoryError))):
+                self.warn(f"{path}: {error.strerror or error}")
+            return []
+
+    def number(self, path: str, *, optional: bool = False) -> int | None:
+        """A whole number, decimal or 0x."""
+        text = self.text(path, optional=optional)
+        if text is None:
+            return None
+        with contextlib.suppress(ValueError):
+            return int(text, 0)
+        self.warn(f"{path}: {text[:40]!r} is not a number")
+        return None
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts mlx5_2 before mlx5_10."""
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def pci_path(folder: str) -> tuple[str, ...]:
+    """The PCI bridges and functions on the way from the root complex to a device, from where its link points."""
+    real = os.path.realpath(folder)
+    return tuple(part for part in real.split("/") if _PCI_ADDRESS.fullmatch(part))

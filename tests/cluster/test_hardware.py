@@ -1,0 +1,310 @@
+"""What probe_host finds on machines of every kind, and what it says about what it could not read."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import Machine, ipv4_gid, write
+
+from lightning_holmes.cluster.hardware import HostInventory, probe_host, read_switches
+from lightning_holmes.cluster.sysfs import SysfsReader
+from lightning_holmes.errors import ConfigurationError
+
+IB_GID = "fe80:0000:0000:0000:0c42:a103:0065:bd1e"
+LINK_LOCAL = "fe80:0000:0000:0000:0e42:a1ff:fe65:bd1e"
+ZERO = ":".join(["0000"] * 8)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    for name in list(os.environ):
+        if name.startswith(("HOLMES_", "SLURM_", "MASTER_")):
+            monkeypatch.delenv(name)
+    made = Machine(tmp_path)
+    made.install(monkeypatch)
+    return made
+
+
+def probe(machine: Machine) -> HostInventory:
+    inventory = probe_host(machine_root=str(machine.root))
+    assert HostInventory.from_json(inventory.to_json(), source="itself") == inventory
+    return inventory
+
+
+def roce_gids(address: str, ndev: str) -> list[tuple[str, str | None, str | None]]:
+    return [
+        (LINK_LOCAL, "IB/RoCE v1", ndev),
+        (LINK_LOCAL, "RoCE v2", ndev),
+        (ZERO, None, None),
+        (ipv4_gid(address), "IB/RoCE v1", ndev),
+        (ipv4_gid(address), "RoCE v2", ndev),
+    ]
+
+
+def test_infiniband(machine: Machine) -> None:
+    machine.rdma("mlx5_0", gids=[(IB_GID, None, None)], numa=1)
+    machine.interface("eth0", addresses=["10.0.0.5/24", "fe80::1/64", "2001:db8::5/64"], speed="25000", driver="ice")
+    inventory = probe(machine)
+    (port,) = inventory.rdma
+    assert (port.name, port.kind, port.up, port.state) == ("mlx5_0", "infiniband", True, "ACTIVE")
+    assert port.rate_bytes_per_s == 25e9
+    assert (port.sm_lid, port.subnet_prefix, port.numa_node) == (1, "fe80:0000:0000:0000", 1)
+    assert port.counters is not None and Path(port.counters, "port_xmit_data").is_file()
+    (eth0,) = inventory.interfaces
+    assert (eth0.kind, eth0.speed_bytes_per_s, eth0.mtu, eth0.operstate) == ("ethernet", 25e9 / 8, 1500, "up")
+    assert eth0.addresses == ("10.0.0.5/24", "2001:db8::5/64")
+    assert [(nic.name, nic.kind, nic.addresses) for nic in inventory.nics()] == [
+        ("mlx5_0", "infiniband", ()),
+        ("eth0", "ethernet", ("10.0.0.5", "2001:db8::5")),
+    ]
+    assert inventory.warnings == ()
+
+
+def test_roce_takes_addresses_and_state_from_its_interface(machine: Machine) -> None:
+    machine.rdma("mlx5_0", layer="Ethernet", sm_lid="0x0", gids=roce_gids("10.9.0.3", "ens1"))
+    machine.interface("ens1", addresses=["10.9.0.3/16"], speed="100000", driver="mlx5_core")
+    machine.interface("eth0", addresses=["10.0.0.5/24"], driver="ice")
+    inventory = probe(machine)
+    (port,) = inventory.rdma
+    assert (port.kind, port.roce_versions, port.interface, port.sm_lid) == ("roce", ("v1", "v2"), "ens1", None)
+    assert port.addresses == ("10.9.0.3/16",) and port.up
+    assert [interface.name for interface in inventory.interfaces] == ["eth0"]  # ens1 is reached as mlx5_0
+
+    machine.interface("ens1", addresses=["10.9.0.3/16"], up=False)
+    (port,) = probe(machine).rdma
+    assert port.state == "ACTIVE" and not port.up and port.addresses == ("10.9.0.3/16",)
+
+
+@pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
+def test_a_made_up_device_with_a_real_interface(machine: Machine, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as the testbed makes it: no device link, a few files, in a tree of its own
+    here = machine.root / "made-up/class/infiniband/mlx5_0/ports/1"
+    for name, text in {
+        "link_layer": layer,
+        "state": "4: ACTIVE",
+        "rate": "1 Gb/sec",
+        "sm_lid": "0x1",
+        "gids/0": LINK_LOCAL,
+        "gid_attrs/ndevs/0": "fast0",
+        "gid_attrs/types/0": "RoCE v2",
+    }.items():
+        write(here / name, text)
+    monkeypatch.setenv("HOLMES_SYSFS_ROOT", str(machine.root / "made-up"))
+    for up in (True, False):
+        machine.interface("fast0", addresses=["10.1.0.2/24"], up=up)
+        (port,) = probe(machine).rdma
+        assert (port.interface, port.addresses, port.up) == ("fast0", ("10.1.0.2/24",), up)
+        assert port.rate_bytes_per_s == 125e6
+
+
+def test_an_unused_ipoib_interface_does_not_take_infiniband_down(machine: Machine) -> None:
+    function = machine.rdma("mlx5_0", gids=[(IB_GID, None, None)])
+    (function / "net/ib0").mkdir(parents=True)
+    machine.interface("ib0", kind=32, up=False)
+    (port,) = probe(machine).rdma
+    assert port.interface == "ib0" and port.up
+
+
+def test_several_devices_ports_and_functions(machine: Machine) -> None:
+    for index in (10, 2):
+        machine.rdma(f"mlx5_{index}", gids=[(IB_GID, None, None)], pci=f"pci0000:00/0000:{index}:00.0")
+    machine.rdma("mlx4_0", port=1, gids=[(IB_GID, None, None)], pci="pci0000:00/0000:05:00.0")
+    machine.rdma("mlx4_0", port=2, layer="Ethernet", state="1: DOWN", pci="pci0000:00/0000:05:00.0")
+    physical = machine.rdma("mlx5_20", gids=[(IB_GID, None, None)], pci="pci0000:00/0000:06:00.0")
+    write(physical / "sriov_numvfs", "1")
+    virtual = machine.rdma("mlx5_21", gids=[(IB_GID, None, None)], pci="pci0000:00/0000:06:00.1")
+    (virtual / "physfn").symlink_to(physical)
+    ports = {port.name: port for port in probe(machine).rdma}
+    assert list(ports) == ["mlx4_0:1", "mlx4_0:2", "mlx5_2", "mlx5_10", "mlx5_20", "mlx5_21"]
+    assert (ports["mlx4_0:2"].kind, ports["mlx4_0:2"].up) == ("roce", False)
+    assert [ports[name].function for name in ("mlx5_2", "mlx5_20", "mlx5_21")] == [None, "physical", "virtual"]
+
+
+def test_bonds_virtio_veth_and_bridges(machine: Machine) -> None:
+    bond = machine.interface("bond0", addresses=["10.0.0.1/24"], speed="50000")
+    write(bond / "bonding/slaves", "eno1 eno2")
+    for name in ("eno1", "eno2"):
+        (machine.interface(name, driver="ice", speed="25000") / "master").symlink_to(bond)
+    machine.interface("ens3", addresses=["10.2.0.1/24"], driver="virtio_net", speed="-1")
+    write(machine.interface("eth7", addresses=["10.3.0.1/24"], speed="10000") / "iflink", "9")
+    (machine.interface("docker0", addresses=["172.17.0.1/16"]) / "bridge").mkdir()
+    machine.interface("dummy0")
+    machine.interface("eno9", driver="ice", up=False)
+    machine.default_route("ens3")
+    inventory = probe(machine)
+    found = {interface.name: interface for interface in inventory.interfaces}
+    assert list(found) == ["ens3", "bond0", "eno9", "eth7"]  # the one with the default route first
+    assert inventory.main_interface == "ens3"
+    assert (found["bond0"].kind, found["bond0"].members) == ("bond", ("eno1", "eno2"))
+    assert found["bond0"].speed_bytes_per_s == 6.25e9
+    assert (found["ens3"].kind, found["ens3"].speed_bytes_per_s) == ("virtio", None)
+    assert (found["eth7"].kind, found["eth7"].speed_bytes_per_s) == ("veth", None)
+    assert not found["eno9"].up
+
+
+def test_a_roce_bond_that_is_all_the_host_has(machine: Machine) -> None:
+    machine.rdma("mlx5_bond_0", layer="Ethernet", gids=roce_gids("10.0.0.3", "bond0"))
+    (machine.interface("bond0", addresses=["10.0.0.3/24"]) / "bonding").mkdir()
+    inventory = probe(machine)
+    assert [nic.name for nic in inventory.nics()] == ["mlx5_bond_0", "bond0"]
+    assert {nic.interface for nic in inventory.nics()} == {"bond0"}
+
+
+def test_loopback_only_if_there_is_nothing_else(machine: Machine) -> None:
+    assert [interface.name for interface in probe(machine).interfaces] == ["lo"]
+    machine.interface("docker0", addresses=["172.17.0.1/16"])
+    assert [interface.name for interface in probe(machine).interfaces] == ["docker0"]
+    machine.interface("eth0", addresses=["10.0.0.1/24"])
+    assert [interface.name for interface in probe(machine).interfaces] == ["eth0"]
+
+
+def test_sysfs_of_another_network_namespace_is_not_believed(machine: Machine) -> None:
+    here = machine.interface("eth0", addresses=["10.0.0.1/24"], speed="100000", driver="ice")
+    write(here / "address", "02:99:99:99:99:99")
+    inventory = probe(machine)
+    assert inventory.interfaces[0].speed_bytes_per_s is None
+    assert any("another network namespace" in warning for warning in inventory.warnings)
+
+
+def test_what_is_missing_is_named(machine: Machine) -> None:
+    (warning,) = probe(machine).warnings
+    assert warning.startswith(f"{machine.root}/sys/class/infiniband: ")
+    machine.rdma("mlx5_0", layer=None, rate=None)
+    machine.rdma("mlx5_1", rate="fast", gids=[(IB_GID, None, None)], sm_lid="x")
+    machine.rdma("mlx5_2", layer="Unspecified")
+    machine.rdma("mlx5_3", layer="Ethernet", gids=roce_gids("10.9.0.3", "gone"))
+    write(machine.root / "sys/class/infiniband/irdma0/node_type", "4: RNIC")
+    write(machine.root / "sys/class/infiniband/notadevice", "")
+    inventory = probe(machine)
+    text = "\n".join(inventory.warnings)
+    for words in (
+        "mlx5_0/ports/1/link_layer: No such file",
+        "mlx5_0/ports/1/link_layer: None is neither",
+        "mlx5_1/ports/1/rate: 'fast' is not a rate",
+        "mlx5_1/ports/1/sm_lid: 'x' is not a number",
+        "'Unspecified' is neither InfiniBand nor Ethernet",
+        "'gone' is not in the network namespace",
+        "iWARP",
+        "notadevice/ports: Not a directory",
+    ):
+        assert words in text
+    assert [port.name for port in inventory.rdma] == ["mlx5_1", "mlx5_3"]
+    assert inventory.rdma[0].rate_bytes_per_s is None
+    assert inventory.rdma[1].addresses == ("10.9.0.3/24",)  # from the GIDs
+
+
+def test_a_file_that_cannot_be_read(machine: Machine) -> None:
+    machine.rdma("mlx5_0", rate=None, gids=[(IB_GID, None, None)])
+    (machine.root / "sys/class/infiniband/mlx5_0/ports/1/rate").mkdir()
+    inventory = probe(machine)
+    assert any("rate: Is a directory" in warning for warning in inventory.warnings)
+    assert inventory.rdma[0].up
+
+
+def test_each_gpu_has_its_near_nic(machine: Machine) -> None:
+    for index in range(2):
+        bridge = f"pci0000:{index}0/0000:{index}0:01.0"
+        machine.rdma(f"mlx5_{index}", gids=[(IB_GID, None, None)], numa=index, pci=f"{bridge}/0000:{index}1:00.0")
+        machine.gpu(f"{bridge}/0000:{index}2:00.0", numa=index)
+        machine.gpu(f"{bridge}/0000:{index}3:00.0", numa=index)
+    machine.gpu("pci0000:00/0000:00:1f.0", vendor="0x1a03", kind="0x030000")  # the board's own display
+    inventory = probe(machine)
+    assert [gpu.bus for gpu in inventory.gpus] == ["0000:02:00.0", "0000:03:00.0", "0000:12:00.0", "0000:13:00.0"]
+    assert [nic.near_devices for nic in inventory.nics() if nic.kind == "infiniband"] == [(0, 1), (2, 3)]
+    write(machine.root / "proc/driver/nvidia/gpus/0000:12:00.0/information", "Model: \t NVIDIA H100\nIRQ: 5")
+    (gpu,) = probe(machine).gpus
+    assert (gpu.index, gpu.name, gpu.numa_node) == (0, "NVIDIA H100", 1)
+
+
+def test_under_50_ms_on_a_large_host(machine: Machine) -> None:
+    gids = [*roce_gids("10.9.0.3", "ens1"), *[(ZERO, None, None)] * 250]
+    for index in range(8):
+        machine.rdma(f"mlx5_{index}", layer="Ethernet", gids=gids, pci=f"pci0000:00/0000:a{index}:00.0")
+        machine.gpu(f"pci0000:00/0000:b{index}:00.0")
+        machine.interface(f"ens{index}", addresses=[f"10.9.{index}.3/24"], speed="100000", driver="mlx5_core")
+    for index in range(200):
+        machine.gpu(f"pci0000:01/00{index:02x}:c0:00.0", kind="0x060400")  # bridges
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert len(probe_host(machine_root=str(machine.root)).rdma) == 8
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.05, seconds
+
+
+def test_this_machine_without_root_or_names(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv("HOLMES_HOST_NAME", raising=False)
+    inventory = probe_host()
+    assert inventory.name and inventory.identity.startswith(inventory.name)
+    assert inventory == probe_host()
+
+
+def test_names_and_clusters_from_the_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_HOST_NAME", "node7")
+    monkeypatch.setenv("HOLMES_CLUSTER", " berlin ")
+    monkeypatch.setenv("MASTER_ADDR", "not.numeric.example")
+    inventory = probe(machine)
+    assert (inventory.name, inventory.identity, inventory.cluster) == ("node7", "node7", "berlin")
+
+
+def test_slurm_and_topograph_hints(tmp_path: Path) -> None:
+    def read(**environment: str) -> tuple[str | None, tuple[str, ...]]:
+        return read_switches(SysfsReader(), environment)
+
+    slurm = {"SLURM_TOPOLOGY_ADDR": "core.leaf3.node1.example.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert read(**slurm) == ("slurm", ("core", "leaf3"))
+    assert read(SLURM_TOPOLOGY_ADDR="node1", SLURM_TOPOLOGY_ADDR_PATTERN="node") == (None, ())
+    assert read(SLURM_TOPOLOGY_ADDR="node1.example.org") == (None, ())
+    labels = tmp_path / "labels"
+    labels.write_text('network.topology.nvidia.com/leaf="s1"\nnetwork.topology.nvidia.com/core="s3"\nother="x=y"\n')
+    assert read(HOLMES_TOPOGRAPH_LABELS=str(labels), **slurm) == ("topograph", ("s3", "s1"))
+    tiers = "fabric.topograph.run/tier-0=a,fabric.topograph.run/tier-10=c,fabric.topograph.run/tier-2=b"
+    assert read(HOLMES_TOPOGRAPH_LABELS=tiers) == ("topograph", ("c", "b", "a"))
+    reader = SysfsReader()
+    assert read_switches(reader, {"HOLMES_TOPOGRAPH_LABELS": str(tmp_path / "gone")}) == (None, ())
+    assert "gone" in reader.warnings[0] and "no label" in reader.warnings[1]
+
+
+GOOD = HostInventory(name="a", identity="a").to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": " "}, "name of a host is empty"),
+        ({"rdma": [{"name": "m", "device": "m", "port": 1, "kind": "wifi"}]}, "rdma[0].kind: 'wifi'"),
+        ({"rdma": [{"name": "m", "device": "m", "kind": "roce"}]}, "'port' of RdmaPort is missing"),
+        ({"interfaces": [{"name": "e", "kind": "x", "up": 1}]}, "interfaces[0].up: 1 is not true or false"),
+        ({"interfaces": [{"name": "e", "kind": "x", "up": True, "addresses": ["1.2.3"]}]}, "address of host 'a'"),
+        ({"interfaces": [{"name": "e", "kind": "x", "up": True}] * 2}, "repeated: e"),
+        ({"warnings": "text"}, "warnings: 'text' is not a list"),
+        ({"name": "x" * 5000}, "at most 4096"),
+        ({"__class__": "os"}, "'__class__' is not a field"),
+    ],
+)
+def test_hostile_inventories(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        HostInventory.from_json(json.dumps(json.loads(GOOD) | change), source="rank 3")
+    assert str(caught.value).startswith("rank 3: ") and words in str(caught.value)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "rdma", "gpus"]), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["name", "identity", "rdma", "interfaces", "gpus", "cluster"]), _JSON))
+def test_any_json_is_read_or_refused(data: dict[str, object]) -> None:
+    try:
+        inventory = HostInventory.from_json(json.dumps(data), source="rank 3")
+    except ConfigurationError as error:
+        assert "rank 3" in str(error)
+    else:
+        assert HostInventory.from_json(inventory.to_json(), source="again") == inventory
