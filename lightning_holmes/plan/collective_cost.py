@@ -1,0 +1,103 @@
+"""Seconds of collectives, from bytes, group size, bandwidth and latency. Plain formulas, no state.
+
+bytes is always the size of the whole tensor that the collective is about: what an all-reduce sums, what an
+all-gather ends with, what a reduce-scatter begins with. bandwidth is one way, for the slowest place of the ring
+or tree; who shares a NIC divides it before (see shared).
+
+    ring_all_reduce_s(1e9, size=8, bandwidth=25e9, latency=5e-6)      # 2 * 7/8 * 1e9 / 25e9 + 14 * 5e-6
+
+Ring: each member sends (n-1)/n of the bytes in n-1 steps, for reduce-scatter and for all-gather; an all-reduce is
+both (Patarasuk and Yuan 2009). Tree: two binary trees, each over half of the bytes, so that every member
+sends all bytes once up and once down, in log2(n) steps each (Sanders, Speck, Traeff 2009; NCCL's).
+Hierarchical: reduce-scatter inside each host, all-reduce of the parts across hosts, all-gather inside.
+Not modelled: switches that sum, contention inside a switch, the start of a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def shared(bandwidth: float, sharers: float) -> float:
+    """What one of several equal flows gets of a bandwidth."""
+    return bandwidth / max(1.0, sharers)
+
+
+def point_to_point_s(num_bytes: float, *, bandwidth: float, latency: float) -> float:
+    """One message."""
+    return latency + num_bytes / bandwidth
+
+
+def ring_reduce_scatter_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
+    """Each of size members ends with the sum of its part."""
+    return 0.0 if size == 1 else (size - 1) * (latency + num_bytes / size / bandwidth)
+
+
+def ring_all_gather_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
+    """Each of size members ends with all parts; it moves what a reduce-scatter moves."""
+    return ring_reduce_scatter_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
+
+
+def ring_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
+    """Reduce-scatter, then all-gather."""
+    return 2 * ring_reduce_scatter_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
+
+
+def tree_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
+    """Up and down a double binary tree."""
+    return 0.0 if size == 1 else 2 * (math.ceil(math.log2(size)) * latency + num_bytes / bandwidth)
+
+
+def hierarchical_all_reduce_s(
+    num_bytes: float,
+    *,
+    local_size: int,
+    num_hosts: int,
+    local_bandwidth: float,
+    local_latency: float,
+    bandwidth: float,
+    latency: float,
+) -> float:
+    """local_size members on each of num_hosts hosts. bandwidth is that of a host's NICs, which its members share."""
+    inside = ring_all_reduce_s(num_bytes, size=local_size, bandwidth=local_bandwidth, latency=local_latency)
+    each = shared(bandwidth, local_size)  # every member reduces its own part across hosts, all at once
+    across = [
+        all_reduce(num_bytes / local_size, size=num_hosts, bandwidth=each, latency=latency)
+        for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
+    ]
+    return inside + min(across)
+
+
+def all_reduce_s(
+    num_bytes: float,
+    *,
+    local_size: int,
+    num_hosts: int,
+    local_bandwidth: float,
+    local_latency: float,
+    bandwidth: float,
+    latency: float,
+) -> float:
+    """The fastest of the three for a group of local_size members on each of num_hosts hosts."""
+    size = local_size * num_hosts
+    if num_hosts == 1:
+        return min(
+            all_reduce(num_bytes, size=size, bandwidth=local_bandwidth, latency=local_latency)
+            for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
+        )
+    # one ring or tree through all members enters and leaves each host once
+    slowest = min(bandwidth, local_bandwidth) if local_size > 1 else bandwidth
+    flat = [
+        all_reduce(num_bytes, size=size, bandwidth=slowest, latency=latency)
+        for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
+    ]
+    levels = hierarchical_all_reduce_s(
+        num_bytes,
+        local_size=local_size,
+        num_hosts=num_hosts,
+        local_bandwidth=local_bandwidth,
+        local_latency=local_latency,
+        bandwidth=bandwidth,
+        latency=latency,
+    )
+    return min(*flat, levels)

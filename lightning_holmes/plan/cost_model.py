@@ -1,0 +1,518 @@
+"""CostModel: the durations, bytes and memory of every part of a step, for one way of running it.
+
+It joins a model's costs, a topology's speeds and devices into StepCosts, which the simulator runs. It decides
+nothing: planner.py asks it about many layouts.
+
+    costs = CostModel(model, network, devices=(find_device_type("A100-80GB"),) * 2, training=Training(batch_samples=512))
+    layout = Layout(pipeline=2, tensor=1, data=16)
+    run = RunShape(layout=layout, schedule="1f1b", num_microbatches=8, microbatch_samples=4)
+    simulate(run.make_schedule(), costs.step_costs(run, partition))
+
+Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus fixed seconds. Tensor
+parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
+backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
+divided evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the
+parameters, with a sharded optimizer). Memory of a rank: parameters, gradients and optimizer states of its
+stages; held activations of the microbatches in flight; what one layer holds while it is recomputed.
+Not modelled: fragmentation, the workspace of libraries, input pipelines, logging.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.collective_cost import all_reduce_s, shared
+from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_count, check_number
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.route import LOCAL, Channel, Network
+from lightning_holmes.plan.schedule import Schedule, make_schedule, max_in_flight
+from lightning_holmes.plan.self_adapting import Balance
+from lightning_holmes.plan.simulator import Route, StepCosts
+
+Across = Literal["pipeline", "data"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Parallel sizes, and which axis crosses clusters.
+
+    across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
+    across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
+    a tensor-parallel group are neighbours in both.
+    """
+
+    pipeline: int
+    tensor: int = 1
+    data: int = 1
+    across: Across = "pipeline"
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "data"):
+            check_count(getattr(self, name), name)
+        if self.across not in get_args(Across):
+            raise ConfigurationError(f'across={self.across!r} is not known; write "pipeline" or "data"')
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.pipeline * self.tensor * self.data
+
+    def devices_of(self, pipeline_rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """(data, tensor) devices that hold a pipeline rank's stages, numbered in the order of the topology."""
+        if self.across == "pipeline":
+            each = self.data * self.tensor
+            return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
+        first = pipeline_rank * self.tensor
+        starts = np.arange(self.data)[:, None] * (self.pipeline * self.tensor) + first
+        return starts + np.arange(self.tensor)[None, :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """A layout with its schedule, microbatches and recomputation: what a prediction is about."""
+
+    layout: Layout
+    schedule: str
+    num_microbatches: int
+    microbatch_samples: int
+    num_chunks: int = 1
+    recomputation: bool = False
+
+    def make_schedule(self) -> Schedule:
+        """The actions of all pipeline ranks."""
+        return make_schedule(
+            self.schedule,
+            pipeline_parallel_size=self.layout.pipeline,
+            num_microbatches=self.num_microbatches,
+            num_chunks=self.num_chunks,
+        )
+
+    def __str__(self) -> str:
+        layout = self.layout
+        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        again = ", recomputation" if self.recomputation else ""
+        crossing = ", data across clusters" if layout.across == "data" and layout.data > 1 < layout.pipeline else ""
+        return (
+            f"pipeline {layout.pipeline} x tensor {layout.tensor} x data {layout.data}, {self.schedule}{chunks}, "
+            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}{crossing}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step is made of beside the model.
+
+    Attributes:
+        batch_samples: samples of a step, over all replicas.
+        gradient_ratio: bytes of the gradient buffer for each byte of trained parameters (2 for bf16 weights with
+            fp32 gradients).
+        state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in fp32; 6 for
+            bf16 weights with fp32 master weights and AdamW).
+        sharded_optimizer: states, and the update, are divided over replicas.
+        overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
+            optimizer's parameters beside the next forward.
+        update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters.
+        message_s: seconds of a rank's own time that starting a transfer takes.
+        memory_share: share of a device's memory that a plan may use.
+    """
+
+    batch_samples: int
+    gradient_ratio: float = 1.0
+    state_ratio: float = 2.0
+    sharded_optimizer: bool = False
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
+    update_s_per_byte: float = 0.0
+    message_s: float = 0.0
+    memory_share: float = 0.92
+
+    def __post_init__(self) -> None:
+        check_count(self.batch_samples, "batch_samples")
+        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s"):
+            check_number(getattr(self, name), name)
+        if check_number(self.memory_share, "memory_share", positive=True) > 1:
+            raise ConfigurationError(f"memory_share={self.memory_share!r} is not allowed; write at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _StageGroup:
+    """The replicas of one pipeline rank: how a reduction among them runs."""
+
+    channel: Channel  # already divided by who shares the cards
+    local_size: int
+    num_hosts: int
+    cards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayoutFacts:
+    """What follows from layout, network and devices alone."""
+
+    speeds: tuple[float, ...]  # work/s of the slowest device of each pipeline rank
+    memory: tuple[float, ...]  # bytes of its smallest device
+    groups: tuple[_StageGroup, ...]
+    tensor_channels: tuple[tuple[Channel, int], ...]  # and over how many hosts
+    routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+
+
+class CostModel:
+    """The costs of a model on a topology.
+
+    Args:
+        devices: the device type of each cluster, in the order of the topology.
+        speeds: for a model whose unit is seconds, the speed of each cluster's devices relative to the device that
+            was measured; 1 by default.
+    """
+
+    def __init__(
+        self,
+        model: ModelCost,
+        network: Network,
+        *,
+        devices: Sequence[DeviceType],
+        training: Training,
+        speeds: Sequence[float] | None = None,
+    ) -> None:
+        clusters = network.topology.clusters
+        if len(devices) != len(clusters) or (speeds is not None and len(speeds) != len(clusters)):
+            raise ConfigurationError(
+                f"{len(devices)} device types for {len(clusters)} clusters; give one for each cluster"
+            )
+        self.model, self.network, self.devices, self.training = model, network, tuple(devices), training
+        if model.unit == "flops":
+            rates = [device.flops_per_s for device in devices]
+        else:
+            rates = [check_number(s, "a cluster's speed", positive=True) for s in speeds or [1.0] * len(clusters)]
+        host_cluster = np.asarray(network.cluster_of_host)
+        self._host = np.asarray(network.host_of_device)
+        self._speed = np.asarray(rates)[host_cluster]  # by host
+        self._memory = np.asarray([device.memory_bytes for device in devices])[host_cluster] * training.memory_share
+        self._facts: dict[Layout, _LayoutFacts] = {}
+        self._models: dict[tuple[int, bool], ModelCost] = {}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the topology."""
+        return len(self._host)
+
+    def microbatch_model(self, samples: int, recomputation: bool = False) -> ModelCost:
+        """The model's costs for a microbatch of so many samples. Cached."""
+        key = samples, recomputation
+        if key not in self._models:
+            model = self.model.for_samples(samples)
+            self._models[key] = model.with_recomputation() if recomputation else model
+        return self._models[key]
+
+    def facts(self, layout: Layout) -> _LayoutFacts:
+        """What a layout means on this topology. Cached."""
+        if layout not in self._facts:
+            self._facts[layout] = self._make_facts(layout)
+        return self._facts[layout]
+
+    def speeds(self, layout: Layout) -> tuple[float, ...]:
+        """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
+        return tuple(speed * layout.tensor for speed in self.facts(layout).speeds)
+
+    # seconds
+
+    def layer_seconds(self, run: RunShape, rank: int, layer: LayerCost) -> tuple[float, float, float, float]:
+        """Forward and backward seconds of a layer on a pipeline rank, and the tensor-parallel parts of both."""
+        facts, tensor = self.facts(run.layout), run.layout.tensor
+        speed = facts.speeds[rank] * tensor
+        reduction = 0.0
+        if tensor > 1:
+            channel, hosts = facts.tensor_channels[rank]
+            reduction = self._all_reduce(layer.activation_bytes, channel, tensor // hosts, hosts)
+        forward, backward = 2 * reduction, (4 if run.recomputation else 2) * reduction
+        return (
+            layer.forward / speed + layer.fixed_forward_s + forward,
+            layer.backward / speed + layer.fixed_backward_s + backward,
+            forward,
+            backward,
+        )
+
+    def place_seconds(self, run: RunShape, rank: int, place: LayerCost) -> tuple[float, float]:
+        """Forward and backward seconds of what runs before or after the layers."""
+        speed = self.facts(run.layout).speeds[rank] * run.layout.tensor
+        return place.forward / speed + place.fixed_forward_s, place.backward / speed + place.fixed_backward_s
+
+    def balance(self, run: RunShape, *, limit_memory: bool = True) -> Balance:
+        """The problem of dealing the layers for this run."""
+        model = self.microbatch_model(run.microbatch_samples, run.recomputation)
+        facts, ranks = self.facts(run.layout), run.layout.pipeline
+        rows: dict[tuple[float, Channel, int], tuple[float, ...]] = {}
+        seconds = []
+        for rank in range(ranks):
+            key = (facts.speeds[rank], *facts.tensor_channels[rank])
+            if key not in rows:
+                each = {layer: sum(self.layer_seconds(run, rank, layer)[:2]) for layer in set(model.layers)}
+                rows[key] = tuple(each[layer] for layer in model.layers)
+            seconds.append(rows[key])
+        in_flight = stage_in_flight(run.schedule, ranks, run.num_microbatches, run.num_chunks)
+        layer_bytes = limits = None
+        before_bytes = after_bytes = 0.0
+        if limit_memory:
+            byte_rows = {count: self._byte_row(run, model.layers, count) for count in set(in_flight)}
+            layer_bytes = tuple(byte_rows[count] for count in in_flight)
+            before_bytes = self._place_bytes(run, model.before, in_flight[0])
+            after_bytes = self._place_bytes(run, model.after, in_flight[-1])
+            transient = max(self._transient(run, layer) for layer in set(self._plain(run).layers))
+            limits = tuple(max(0.0, memory - transient) for memory in facts.memory)
+        return Balance(
+            seconds=tuple(seconds),
+            before_seconds=sum(self.place_seconds(run, 0, model.before)),
+            after_seconds=sum(self.place_seconds(run, ranks - 1, model.after)),
+            num_chunks=run.num_chunks,
+            layer_bytes=layer_bytes,
+            before_bytes=before_bytes,
+            after_bytes=after_bytes,
+            limits=limits,
+            forbidden_cuts=model.forbidden_cuts,
+        )
+
+    def step_costs(self, run: RunShape, partition: Partition) -> StepCosts:
+        """Everything that the simulator needs."""
+        layout, training = run.layout, self.training
+        model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
+        facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
+        forward, backward, tensor_forward, tensor_backward = [], [], [], []
+        activations, held, reduce, gather_of_stage = [], [], [], []
+        static, update, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        known: dict[tuple[int, LayerCost], tuple[float, float, float, float]] = {}
+        for stage in range(partition.num_stages):
+            rank = stage % ranks
+            own = partition.layers_of(stage)
+            layers = [model.layers[index] for index in own]
+            for layer in set(layers):
+                known.setdefault((rank, layer), self.layer_seconds(run, rank, layer))
+            sums = [math.fsum(known[rank, layer][part] for layer in layers) for part in range(4)]
+            places = list(layers)
+            for at, place in ((0, model.before), (last, model.after)):
+                if stage == at:
+                    there = self.place_seconds(run, rank, place)
+                    sums[0], sums[1] = sums[0] + there[0], sums[1] + there[1]
+                    places.append(place)
+            forward.append(sums[0])
+            backward.append(sums[1])
+            tensor_forward.append(sums[2])
+            tensor_backward.append(sums[3])
+            activations.append(layers[-1].activation_bytes if stage < last else 0.0)
+            held.append(math.fsum(place.held_bytes for place in places) / layout.tensor)
+            trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
+            seconds, gathered = self._reduction(facts.groups[rank], trained, self.training.sharded_optimizer)
+            shared_s = self._shared_seconds(layout, facts) if stage in (0, last) else 0.0
+            reduce.append(seconds + shared_s)
+            gather_of_stage.append(gathered)
+            static[rank] += sum(self._static(run, place) for place in places)
+            shards = layout.data if training.sharded_optimizer else 1
+            update[rank] += trained * training.update_s_per_byte / shards
+            transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
+        gather = [0.0] * ranks
+        for stage, seconds in enumerate(gather_of_stage):
+            rank = stage % ranks
+            parts = max(1, len(partition.layers_of(stage)))
+            hidden = forward[stage] if training.overlap_gather else 0.0
+            gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
+        return StepCosts(
+            forward_s=tuple(forward),
+            backward_s=tuple(backward),
+            tensor_forward_s=tuple(tensor_forward),
+            tensor_backward_s=tuple(tensor_backward),
+            activation_bytes=tuple(activations),
+            routes=facts.routes,
+            message_s=training.message_s,
+            reduce_s=tuple(reduce),
+            reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
+            reduce_cards=tuple(facts.groups[stage % ranks].cards for stage in range(partition.num_stages)),
+            overlap_reduce=training.overlap_reduce,
+            update_s=tuple(update),
+            gather_s=tuple(gather),
+            static_bytes=tuple(static),
+            held_bytes=tuple(held),
+            transient_bytes=tuple(transient),
+        )
+
+    def nic_bytes(self, run: RunShape, partition: Partition) -> dict[str, float]:
+        """For each transport, the bytes that the busiest host's cards of it send in a step."""
+        model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
+        sent: dict[str, Counter[int]] = {}
+        for stage in range(partition.num_stages):
+            rank = stage % layout.pipeline
+            own = partition.layers_of(stage)
+            devices = self._host[layout.devices_of(rank)]
+            group = facts.groups[rank]
+            places = [model.layers[index] for index in own]
+            places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
+            if group.num_hosts > 1:
+                # a reduction moves 2 (n-1)/n of its bytes out of each host, for each tensor-parallel part there
+                trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
+                moved = 2 * (group.num_hosts - 1) / group.num_hosts * trained * self.training.gradient_ratio
+                here = sent.setdefault(group.channel.transport, Counter())
+                for column in range(layout.tensor):
+                    for host in set(devices[:, column].tolist()):
+                        here[host] += int(moved)
+            if stage < partition.num_stages - 1:
+                following = self._host[layout.devices_of((stage + 1) % layout.pipeline)]
+                moved = model.layers[own[-1]].activation_bytes * run.num_microbatches
+                for first, second in zip(devices.ravel().tolist(), following.ravel().tolist(), strict=True):
+                    if first != second:
+                        here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
+                        here[first] += int(moved)
+                        here[second] += int(moved)  # the gradient comes back
+        return {transport: float(max(counts.values())) for transport, counts in sent.items()}
+
+    def peak_flops_per_s(self) -> float:
+        """Of all devices together."""
+        counts = [cluster.num_devices for cluster in self.network.topology.clusters]
+        return sum(n * device.peak_flops_per_s for n, device in zip(counts, self.devices, strict=True))
+
+    def memory_limits(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes that each pipeline rank may use."""
+        return self.facts(layout).memory
+
+    # parts
+
+    def _plain(self, run: RunShape) -> ModelCost:
+        return self.microbatch_model(run.microbatch_samples)
+
+    def _static(self, run: RunShape, place: LayerCost) -> float:
+        training, layout = self.training, run.layout
+        shards = layout.data if training.sharded_optimizer else 1
+        trained = place.trained_bytes * (training.gradient_ratio + training.state_ratio / shards)
+        return (place.parameter_bytes + trained) / layout.tensor
+
+    def _byte_row(self, run: RunShape, layers: Sequence[LayerCost], in_flight: float) -> tuple[float, ...]:
+        each = {layer: self._place_bytes(run, layer, in_flight) for layer in set(layers)}
+        return tuple(each[layer] for layer in layers)
+
+    def _place_bytes(self, run: RunShape, place: LayerCost, in_flight: float) -> float:
+        return self._static(run, place) + in_flight * place.held_bytes / run.layout.tensor
+
+    def _transient(self, run: RunShape, layer: LayerCost) -> float:
+        return layer.held_bytes / run.layout.tensor if run.recomputation else 0.0
+
+    def _all_reduce(self, num_bytes: float, channel: Channel, local_size: int, num_hosts: int) -> float:
+        local = self.network.local
+        return all_reduce_s(
+            num_bytes,
+            local_size=max(1, local_size),
+            num_hosts=num_hosts,
+            local_bandwidth=local.bytes_per_s,
+            local_latency=local.latency_s,
+            bandwidth=channel.bytes_per_s,
+            latency=channel.latency_s,
+        )
+
+    def _reduction(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
+        """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
+        if group.local_size * group.num_hosts == 1:
+            return 0.0, 0.0
+        ratio = self.training.gradient_ratio
+        whole = self._all_reduce(trained_bytes * ratio, group.channel, group.local_size, group.num_hosts)
+        if not sharded:
+            return whole, 0.0
+        # half of an all-reduce each; parameters are gathered in their own type
+        gathered = self._all_reduce(trained_bytes, group.channel, group.local_size, group.num_hosts) / 2
+        return whole / 2, gathered
+
+    def _shared_seconds(self, layout: Layout, facts: _LayoutFacts) -> float:
+        """Gradients of tied embeddings, summed between the first and the last pipeline rank."""
+        if self.model.shared_bytes == 0 or layout.pipeline == 1:
+            return 0.0
+        route = facts.routes.get((0, layout.pipeline - 1)) or self._route(layout, 0, layout.pipeline - 1)
+        slowest = max((seconds for _, seconds in route.hops), default=0.0)
+        num_bytes = self.model.shared_bytes / layout.tensor * self.training.gradient_ratio
+        return num_bytes * slowest + 2 * route.latency_s  # an all-reduce of two moves the bytes once each way
+
+    def _make_facts(self, layout: Layout) -> _LayoutFacts:
+        assert layout.num_devices == self.num_devices, (layout, self.num_devices)
+        hosts = [self._host[layout.devices_of(rank)] for rank in range(layout.pipeline)]
+        rings: Counter[int] = Counter()  # reductions that leave a host at the same time
+        for own in hosts:
+            for column in range(layout.tensor):
+                distinct = np.unique(own[:, column])
+                if len(distinct) > 1:
+                    rings.update(distinct.tolist())
+        groups, tensors = [], []
+        for own in hosts:
+            members = own[:, 0]
+            distinct = np.unique(members)
+            channel = self.network.group(distinct.tolist())
+            cards: tuple[str, ...] = ()
+            if len(distinct) > 1:
+                sharers = max(rings[host] for host in distinct.tolist())
+                channel = Channel(channel.transport, shared(channel.bytes_per_s, sharers), channel.latency_s)
+                cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
+            groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards))
+            together = max((np.unique(row).tolist() for row in own), key=len)
+            tensors.append((self.network.group(together), len(together)))
+        routes = {}
+        if layout.pipeline > 1:
+            for rank in range(layout.pipeline):
+                following = (rank + 1) % layout.pipeline
+                for pair in ((rank, following), (following, rank)):
+                    routes[pair] = self._route(layout, *pair)
+        return _LayoutFacts(
+            speeds=tuple(float(self._speed[own].min()) for own in hosts),
+            memory=tuple(float(self._memory[own].min()) for own in hosts),
+            groups=tuple(groups),
+            tensor_channels=tuple(tensors),
+            routes=routes,
+        )
+
+    def _route(self, layout: Layout, source: int, target: int) -> Route:
+        """The slowest of the replicas' ways from one pipeline rank to another."""
+        first = self._host[layout.devices_of(source)].ravel()
+        second = self._host[layout.devices_of(target)].ravel()
+        away = first != second
+        leaving, coming = np.bincount(first[away]), np.bincount(second[away])
+        worst: tuple[float, Route] | None = None
+        for one, other in sorted(set(zip(first.tolist(), second.tolist(), strict=True))):
+            channel = self.network.between_hosts(one, other)
+            if channel.transport == LOCAL:
+                # every device has a way of its own inside the host
+                slowest = 1 / channel.bytes_per_s
+                route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
+            else:
+                out_s, in_s = leaving[one] / channel.bytes_per_s, coming[other] / channel.bytes_per_s
+                slowest = max(out_s, in_s)
+                cards = ((f"{channel.transport} {one} out", out_s), (f"{channel.transport} {other} in", in_s))
+                route = Route(channel.latency_s, cards)
+            if worst is None or slowest > worst[0]:
+                worst = slowest, route
+        assert worst is not None
+        return worst[1]
+
+
+@lru_cache(maxsize=4096)
+def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
+    """For each stage, the microbatches it holds when its rank holds the most."""
+    if schedule == "gpipe":
+        return (num_microbatches,) * (ranks * num_chunks)
+    if schedule == "1f1b":
+        return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
+    if schedule == "interleaved_1f1b" and num_microbatches % ranks == 0:
+        # the warm-up and one more: groups of P microbatches, each through one chunk after another
+        stages = [0] * (ranks * num_chunks)
+        for rank in range(ranks):
+            left = min(2 * (ranks - rank - 1) + (num_chunks - 1) * ranks + 1, num_microbatches * num_chunks)
+            chunk = 0
+            while left > 0:
+                stages[chunk * ranks + rank] += min(left, ranks)
+                left -= min(left, ranks)
+                chunk = (chunk + 1) % num_chunks
+        return tuple(stages)
+    made = make_schedule(
+        schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
+    return tuple(min(num_microbatches, max_in_flight(made)[stage % ranks]) for stage in range(ranks * num_chunks))

@@ -1,0 +1,175 @@
+"""Routes: which network cards lie between two devices of a topology, and how fast they are.
+
+It owns the reading of a topology's speeds. Who shares a card is for the caller to count.
+
+    network = Network(topology, local_bytes_per_s=300e9)
+    network.between_hosts(0, 5).bytes_per_s      # hosts by index, in the order of the topology
+    network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
+
+Two hosts of one cluster use the fastest RDMA kind that both have up (or the one that the cluster names), Ethernet
+otherwise. Hosts of different clusters use the clusters' link, whose bandwidth counts for each pair of hosts and not
+for all of them together; where there is none, both hosts' Ethernet cards. RDMA cards of one kind add up; of Ethernet
+cards the first is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_holmes.cluster.topology import Host, Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import check_number
+
+LOCAL = "local"
+_RDMA = ("infiniband", "roce")
+# One way between two hosts where a topology says nothing; typical figures, not measured here.
+DEFAULT_LATENCY_S = {"infiniband": 3e-6, "roce": 5e-6, "ethernet": 30e-6, "between clusters": 100e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One way from a host to another: the transport, the bytes/s of its slowest part, and the latency."""
+
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+
+
+class Network:
+    """The speeds of a topology.
+
+    Args:
+        local_bytes_per_s: one way between two devices of one host.
+        efficiency: share of the stated bandwidth of network cards that transfers reach.
+        sockets: transfers use sockets, not RDMA (gloo does): then measured speeds count for RDMA cards, too.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        local_bytes_per_s: float,
+        local_latency_s: float = 5e-6,
+        efficiency: float = 1.0,
+        sockets: bool = False,
+    ) -> None:
+        self.topology = topology
+        self.efficiency = check_number(efficiency, "the network's efficiency", positive=True)
+        self.sockets = sockets
+        self.local = Channel(
+            LOCAL,
+            check_number(local_bytes_per_s, "local_bytes_per_s", positive=True),
+            check_number(local_latency_s, "local_latency_s"),
+        )
+        self.hosts: list[Host] = [host for cluster in topology.clusters for host in cluster.hosts]
+        self.cluster_of_host = [i for i, cluster in enumerate(topology.clusters) for _ in cluster.hosts]
+        self.host_of_device = [index for index, host in enumerate(self.hosts) for _ in range(host.devices)]
+        self._links = {frozenset(link.ends): link for link in topology.links}
+        self._known: dict[tuple[int, int], Channel] = {}
+
+    def between_hosts(self, first: int, second: int) -> Channel:
+        """The way between two hosts (indices in the order of the topology).
+
+        Raises:
+            ConfigurationError: a speed is not known; names the host, the card or the link, and what to write.
+        """
+        if first == second:
+            return self.local
+        key = (min(first, second), max(first, second))
+        if key not in self._known:
+            same = self.cluster_of_host[first] == self.cluster_of_host[second]
+            self._known[key] = self._inside(*key) if same else self._across(*key)
+        return self._known[key]
+
+    def group(self, hosts: Sequence[int]) -> Channel:
+        """What a collective over these hosts (each once) runs at: one transport for all, its slowest pair."""
+        distinct = sorted(set(hosts))
+        if len(distinct) == 1:
+            return self.local
+        clusters = {self.cluster_of_host[host] for host in distinct}
+        if len(clusters) == 1:
+            kind = self._kind(distinct)
+            rates = [self._rate(host, kind) for host in distinct]
+            return Channel(kind, min(rates), self._latency(distinct[0], kind))
+        pairs = [
+            self.between_hosts(host, other)
+            for host, other in zip(distinct, [*distinct[1:], distinct[0]], strict=True)
+            if self.cluster_of_host[host] != self.cluster_of_host[other]
+        ]
+        inside = [self._rate(host, "ethernet") for host in distinct if self._has(host, "ethernet")]
+        slowest = min(channel.bytes_per_s for channel in pairs)
+        return Channel("ethernet", min([slowest, *inside]), max(channel.latency_s for channel in pairs))
+
+    def _has(self, host: int, kind: str) -> bool:
+        return any(nic.kind == kind and nic.up for nic in self.hosts[host].nics)
+
+    def _kind(self, hosts: Sequence[int]) -> str:
+        """The transport of a group inside one cluster."""
+        cluster = self.topology.clusters[self.cluster_of_host[hosts[0]]]
+        if cluster.fallback is None:
+            if cluster.fabric in _RDMA and all(self._has(host, cluster.fabric) for host in hosts):
+                return cluster.fabric
+            if cluster.fabric is None:
+                for kind in _RDMA:
+                    if all(self._has(host, kind) for host in hosts):
+                        return kind
+        return "ethernet"
+
+    def _inside(self, first: int, second: int) -> Channel:
+        kind = self._kind((first, second))
+        return Channel(kind, min(self._rate(first, kind), self._rate(second, kind)), self._latency(first, kind))
+
+    def _across(self, first: int, second: int) -> Channel:
+        names = [self.topology.clusters[self.cluster_of_host[host]].name for host in (first, second)]
+        link = self._links.get(frozenset(names))
+        kind = link.transport if link is not None else "ethernet"
+        rates = [self._rate(host, kind) for host in (first, second) if self._stated(host, kind)]
+        if link is not None:
+            rates.append(link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency))
+            return Channel(kind, min(rates), link.latency_s)
+        if len(rates) < 2:
+            raise ConfigurationError(
+                f"nothing is known about the way between the clusters {names[0]!r} and {names[1]!r}; add to "
+                f"{self.topology.described}, under links: - {{ends: [{names[0]}, {names[1]}], transport: ethernet, "
+                "bandwidth: 25 Gbit/s, latency: 50 us}"
+            )
+        return Channel(kind, min(rates), DEFAULT_LATENCY_S["between clusters"])
+
+    def _stated(self, host: int, kind: str) -> bool:
+        measured = self.topology.clusters[self.cluster_of_host[host]].speed(kind)
+        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
+        return measured is not None or any(nic.bandwidth_bytes_per_s is not None for nic in cards)
+
+    def _rate(self, host: int, kind: str) -> float:
+        """Bytes/s, one way, of a host's cards of a kind, all of them together."""
+        cluster = self.topology.clusters[self.cluster_of_host[host]]
+        measured = cluster.speed(kind)
+        if measured is not None and measured.measured and (kind == "ethernet" or self.sockets):
+            return measured.bandwidth_bytes_per_s
+        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
+        if kind == "ethernet":
+            cards = cards[:1]
+        rates = [nic.bandwidth_bytes_per_s for nic in cards]
+        if rates and None not in rates:
+            return self.efficiency * sum(rate for rate in rates if rate is not None)
+        if measured is not None:
+            return self.efficiency * (measured.nic_bytes_per_s or measured.bandwidth_bytes_per_s)
+        name = self.hosts[host].name
+        if not cards:
+            raise ConfigurationError(
+                f"the links inside cluster {cluster.name!r} have no known speed: host {name!r} has no {kind} card that "
+                f"is up; add to {self.topology.described}, at that host: nics: [{{name: eth0, kind: {kind}, "
+                "bandwidth: 25 Gbit/s}]"
+            )
+        unknown = next(nic.name for nic in cards if nic.bandwidth_bytes_per_s is None)
+        raise ConfigurationError(
+            f"the links inside cluster {cluster.name!r} have no known speed: NIC {unknown!r} ({kind}) of host {name!r} "
+            f"has no bandwidth; add it to {self.topology.described}, for example bandwidth: 200 Gbit/s"
+        )
+
+    def _latency(self, host: int, kind: str) -> float:
+        measured = self.topology.clusters[self.cluster_of_host[host]].speed(kind)
+        if measured is not None and measured.latency_s is not None:
+            return measured.latency_s
+        return DEFAULT_LATENCY_S[kind]

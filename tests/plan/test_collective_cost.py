@@ -1,0 +1,61 @@
+"""Seconds of collectives against rings and trees walked step by step."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_holmes.plan.collective_cost import (
+    all_reduce_s,
+    hierarchical_all_reduce_s,
+    point_to_point_s,
+    ring_all_gather_s,
+    ring_all_reduce_s,
+    ring_reduce_scatter_s,
+    shared,
+    tree_all_reduce_s,
+)
+
+
+@given(st.integers(1, 40), st.floats(0, 1e9), st.floats(1e6, 1e11), st.floats(0, 1e-3))
+def test_ring_step_by_step(size: int, num_bytes: float, bandwidth: float, latency: float) -> None:
+    clock = 0.0
+    for _ in range(size - 1):  # in each step every member sends one part to its neighbour
+        clock += latency + (num_bytes / size) / bandwidth
+    how = {"size": size, "bandwidth": bandwidth, "latency": latency}
+    assert ring_reduce_scatter_s(num_bytes, **how) == pytest.approx(clock)
+    assert ring_all_gather_s(num_bytes, **how) == pytest.approx(clock)
+    assert ring_all_reduce_s(num_bytes, **how) == pytest.approx(2 * clock)
+
+
+def test_by_hand() -> None:
+    assert point_to_point_s(1e6, bandwidth=1e6, latency=0.5) == 1.5
+    assert ring_all_reduce_s(8.0, size=4, bandwidth=2.0, latency=0.0) == pytest.approx(2 * 3 / 4 * 8 / 2)
+    assert tree_all_reduce_s(8.0, size=5, bandwidth=2.0, latency=1.0) == pytest.approx(2 * 3 + 2 * 8 / 2)
+    assert tree_all_reduce_s(8.0, size=1, bandwidth=2.0, latency=1.0) == 0
+    assert shared(100.0, 4) == 25.0 and shared(100.0, 0) == 100.0
+
+
+def test_hierarchical_by_hand() -> None:
+    # two members on each of three hosts: inside 2 * (1/2) * 12 / 6 = 2 s; across, each member half of the bytes at
+    # half of the card: ring 2 * (2/3) * 6 / 1 = 8 s
+    seconds = hierarchical_all_reduce_s(
+        12.0, local_size=2, num_hosts=3, local_bandwidth=6.0, local_latency=0.0, bandwidth=2.0, latency=0.0
+    )
+    assert seconds == pytest.approx(10.0)
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.floats(1, 1e9), st.floats(1e6, 1e10))
+def test_the_best_is_no_slower_than_any_and_no_faster_than_the_bytes(
+    local: int, hosts: int, num_bytes: float, bandwidth: float
+) -> None:
+    how = {"local_bandwidth": 3e11, "local_latency": 1e-6, "bandwidth": bandwidth, "latency": 1e-5}
+    best = all_reduce_s(num_bytes, local_size=local, num_hosts=hosts, **how)
+    if hosts == 1:
+        assert best <= ring_all_reduce_s(num_bytes, size=local, bandwidth=3e11, latency=1e-6)
+    else:
+        assert best <= hierarchical_all_reduce_s(num_bytes, local_size=local, num_hosts=hosts, **how)
+        # every host sends at least (n-1)/n of the sum and receives as much
+        assert best >= 2 * (hosts - 1) / hosts * num_bytes / bandwidth * (1 - 1e-9)
+    assert math.isfinite(best)

@@ -1,0 +1,187 @@
+"""Routes between hosts, who shares a card, seconds and memory of a run: small cases worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training, stage_in_flight
+from lightning_holmes.plan.device_type import find_device_type
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.self_adapting import solve
+from lightning_holmes.plan.simulator import simulate
+
+TWO = """
+clusters:
+  - name: east
+    hosts:
+      - {name: e, count: 2, devices: 2, nics: [{name: ib, kind: infiniband, bandwidth: 8e9},
+                                               {name: eth, kind: ethernet, bandwidth: 1e9}]}
+  - name: west
+    hosts:
+      - {name: w, count: 2, devices: 2, nics: [{name: roce, kind: roce, bandwidth: 4e9},
+                                               {name: eth, kind: ethernet, bandwidth: 1e9}]}
+links:
+  - {ends: [east, west], transport: ethernet, bandwidth: 5e8, latency: 1 ms}
+"""
+DEVICE = find_device_type("speed=1e12,memory=1e12,local=1e11")
+LAYER = LayerCost(forward=1e12, backward=2e12, parameter_bytes=1e9, activation_bytes=1e7, held_bytes=1e8)
+MODEL = ModelCost(
+    unit="flops",
+    microbatch_samples=1,
+    before=LayerCost(forward=0, backward=0, parameter_bytes=3e9, activation_bytes=1e7),
+    layers=(LAYER,) * 4,
+    after=LayerCost(forward=1e12, backward=2e12, parameter_bytes=3e9, held_bytes=5e8),
+)
+
+
+def cost_model(text: str = TWO, model: ModelCost = MODEL, devices=None, **training) -> CostModel:
+    topology = Topology.from_yaml_text(text)
+    network = Network(topology, local_bytes_per_s=1e11, local_latency_s=0.0)
+    devices = devices or (DEVICE,) * len(topology.clusters)
+    return CostModel(model, network, devices=devices, training=Training(batch_samples=8, **training))
+
+
+def shape(layout: Layout, **changes) -> RunShape:
+    values = {"schedule": "1f1b", "num_microbatches": 4, "microbatch_samples": 1, **changes}
+    return RunShape(layout=layout, **values)
+
+
+def test_routes() -> None:
+    network = cost_model().network
+    assert network.between_hosts(0, 0).transport == "local"
+    assert network.between_hosts(0, 1) == network.group([0, 1])
+    assert (network.between_hosts(0, 1).transport, network.between_hosts(0, 1).bytes_per_s) == ("infiniband", 8e9)
+    assert (network.between_hosts(3, 2).transport, network.between_hosts(3, 2).bytes_per_s) == ("roce", 4e9)
+    across = network.between_hosts(1, 2)
+    assert (across.transport, across.bytes_per_s, across.latency_s) == ("ethernet", 5e8, 1e-3)
+    assert network.group([0, 1, 2]).transport == "ethernet" and network.group([0, 1, 2]).bytes_per_s == 5e8
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "words"),
+    [
+        (
+            TWO[: TWO.index("links")].replace("ethernet, bandwidth: 1e9", "ethernet"),
+            (0, 2),
+            ["'east' and 'west'", "links:"],
+        ),
+        (
+            TWO.replace("infiniband, bandwidth: 8e9", "infiniband"),
+            (0, 1),
+            ["NIC 'ib' (infiniband)", "'e-0'", "bandwidth:"],
+        ),
+        (
+            "clusters: [{name: c, hosts: [{name: h, count: 2, devices: 1}]}]",
+            (0, 1),
+            ["cluster 'c'", "host 'h-0'", "nics:"],
+        ),
+    ],
+)
+def test_missing_speeds_name_the_link(text: str, hosts: tuple[int, int], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        cost_model(text).network.between_hosts(*hosts)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
+    topology = Topology.from_yaml_text(TWO)
+    speed = {"transport": "infiniband", "bandwidth_bytes_per_s": 2e9, "latency_s": 1e-5, "measured": True}
+    from lightning_holmes.cluster.topology import LinkSpeed
+
+    east = dataclasses.replace(topology.clusters[0], speeds=(LinkSpeed(**speed),))
+    topology = dataclasses.replace(topology, clusters=(east, topology.clusters[1]))
+    rdma, sockets = (Network(topology, local_bytes_per_s=1e11, sockets=flag) for flag in (False, True))
+    assert (rdma.between_hosts(0, 1).bytes_per_s, sockets.between_hosts(0, 1).bytes_per_s) == (8e9, 2e9)
+    assert rdma.between_hosts(0, 1).latency_s == 1e-5
+
+
+def test_layouts() -> None:
+    assert Layout(pipeline=2, tensor=2, data=2).devices_of(1).tolist() == [[4, 5], [6, 7]]
+    assert Layout(pipeline=2, tensor=2, data=2, across="data").devices_of(1).tolist() == [[2, 3], [6, 7]]
+
+
+def test_step_costs_by_hand() -> None:
+    costs = cost_model().step_costs(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
+    assert costs.forward_s == (2.0, 3.0) and costs.backward_s == (4.0, 6.0)
+    # rank 0: 2 layers and the embedding, fp32: 5e9 bytes over two members on each of two hosts
+    inside, across = 2 * (1 / 2) * 5e9 / 1e11, 2 * (1 / 2) * 2.5e9 / 4e9  # each member half a card for half the bytes
+    flat_ring = 2 * (3 / 4) * 5e9 / 8e9
+    assert costs.reduce_s[0] == pytest.approx(min(inside + across, flat_ring), rel=1e-3)
+    # each Ethernet card carries the activations of the two devices of its host
+    (card, seconds), (_, _) = costs.routes[0, 1].hops
+    assert "ethernet" in card and seconds == pytest.approx(2 / 5e8)
+    assert costs.routes[0, 1].latency_s == 1e-3
+
+
+def test_memory_by_hand_and_as_simulated() -> None:
+    model = cost_model(state_ratio=2.0)
+    run = shape(Layout(pipeline=2, data=4))
+    peaks = simulate(run.make_schedule(), model.step_costs(run, Partition((3, 1)))).peak_memory_bytes
+    # parameters, gradients and two AdamW states; rank 0 holds two microbatches in flight, rank 1 one
+    assert peaks == pytest.approx((4 * 6e9 + 2 * 3e8, 4 * 4e9 + 1 * (1e8 + 5e8)))
+    balance = model.balance(run)
+    assert tuple(balance.memory((3, 1))) == pytest.approx(peaks)
+    assert balance.loads((3, 1)) == pytest.approx([9.0, 3.0 + 3.0])
+    sharded = cost_model(sharded_optimizer=True)
+    assert sharded.step_costs(run, Partition((3, 1))).static_bytes[0] == pytest.approx((1 + 1 + 2 / 4) * 6e9)
+    half = cost_model(gradient_ratio=2.0, state_ratio=6.0)
+    assert half.step_costs(run, Partition((3, 1))).static_bytes[0] == pytest.approx(9 * 6e9)
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    model, run = cost_model(), shape(Layout(pipeline=2, data=4), recomputation=True)
+    costs = model.step_costs(run, Partition((3, 1)))
+    assert costs.backward_s == (9.0, 5.0)  # the head is not run again
+    assert costs.held_bytes == pytest.approx((3e7, 1e7 + 5e8))
+    assert costs.transient_bytes == pytest.approx((1e8, 1e8))
+
+
+def test_tensor_parallel_divides_and_pays() -> None:
+    # two devices of a host hold a layer together: an all-reduce of 1e7 bytes inside the host takes 1e-4 s
+    run = shape(Layout(pipeline=2, tensor=2, data=2))
+    costs = cost_model().step_costs(run, Partition((2, 2)))
+    assert costs.forward_s[0] == pytest.approx(1.0 + 2 * 2 * 1e-4)
+    assert costs.tensor_backward_s[0] == pytest.approx(2 * 2 * 1e-4)
+    assert costs.static_bytes[0] == pytest.approx(4 * 5e9 / 2)
+    # both devices of a host reduce their half through its card at the same time
+    assert costs.reduce_s[0] == pytest.approx(2 * (1 / 2) * 2.5e9 / 4e9, rel=1e-3)
+
+
+def test_the_slowest_device_sets_a_stages_speed() -> None:
+    slow = find_device_type("speed=5e11,memory=1e12")
+    model = cost_model(devices=(DEVICE, slow))
+    run = shape(Layout(pipeline=2, data=4))
+    assert model.speeds(run.layout) == (1e12, 5e11)
+    assert solve(model.balance(run)).layer_counts == (3, 1)
+    assert model.speeds(Layout(pipeline=2, data=4, across="data")) == (5e11, 5e11)
+
+
+def test_bytes_of_cards() -> None:
+    sent = cost_model().nic_bytes(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
+    # each host: two devices send 4 microbatches of 1e7 bytes; gradients 2 * 1/2 of 5e9 bytes leave each host
+    assert sent == {"infiniband": 5e9, "roce": 5e9, "ethernet": 8e7}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
+def test_in_flight_is_the_schedules_own(name: str) -> None:
+    for ranks, microbatches, chunks in [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)]:
+        if name != "interleaved_1f1b":
+            chunks = 1
+        made = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=microbatches, num_chunks=chunks)
+        stages = stage_in_flight(name, ranks, microbatches, chunks)
+        held = [sum(stages[rank::ranks]) for rank in range(ranks)]
+        assert tuple(held) == max_in_flight(made)
+
+
+@pytest.mark.parametrize(
+    "change", [{"state_ratio": float("inf")}, {"gradient_ratio": -1}, {"memory_share": 0}, {"memory_share": 2}]
+)
+def test_bad_numbers_are_refused(change: dict) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        Training(batch_samples=8, **change)

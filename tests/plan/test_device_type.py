@@ -1,0 +1,40 @@
+"""Known device types, those given by hand, and what is refused."""
+
+import pytest
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.device_type import DEVICE_TYPES, find_device_type
+
+
+def test_names_are_read_loosely() -> None:
+    assert find_device_type("A100-80GB").peak_flops_per_s == 312e12
+    assert find_device_type("nvidia a100 80gb") is DEVICE_TYPES["A100-80GB"]
+    assert find_device_type("NVIDIA H100-80GB").memory_bytes == 80 * 2**30
+    assert all(entry.source != "given by hand" for entry in DEVICE_TYPES.values())
+
+
+def test_by_hand() -> None:
+    device = find_device_type("speed=100e12, memory=40e9, peak=200e12")
+    assert (device.flops_per_s, device.memory_bytes, device.efficiency) == (100e12, 40e9, 0.5)
+    assert find_device_type("speed=1e12,memory=4e9,local=1e9").local_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A100-90GB", ["'A100-90GB'", "did you mean A100-80GB", "H100-80GB", "speed=100e12"]),
+        ("Cray-1", ["'Cray-1'", "V100-16GB", "MI300X", "speed=100e12,memory=40e9"]),
+        ("speed=inf,memory=1e9", ["speed=inf", "positive, finite"]),
+        ("speed=0,memory=1e9", ["speed=0"]),
+        ("speed=1e12,memory=-4", ["memory=-4"]),
+        ("speed=fast,memory=4", ["speed=nan"]),
+        ("speed=1e12", ["memory is missing"]),
+        ("speed=1e12,memory=1,colour=2", ["'colour'", "speed (FLOP/s)"]),
+        ("speed=2,memory=1,peak=1", ["above peak"]),
+    ],
+)
+def test_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_device_type(text)
+    for word in words:
+        assert word in str(caught.value)
