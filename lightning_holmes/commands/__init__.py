@@ -6,7 +6,9 @@ A module is imported only when its command is called.
 from importlib import import_module
 
 # name: (module, what it does in one line)
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),
+}
 
 
 def run_command(name: str, args: list[str]) -> None:

@@ -1,0 +1,16 @@
+"""A testbed: the hosts of a topology on one Linux machine, as network namespaces with shaped network cards.
+
+    with Testbed(Topology.from_yaml("two_clusters.yaml"), TestbedOptions(cpu_share=0.45)) as bed:
+        results = bed.torchrun(["train.py"], shuffle_nodes=True, timeout_s=120)
+        print(bed.counters()["node-0"]["eth0"].sent)
+
+layout.py decides every name, address and rate; network.py, cgroup.py and made_up_sysfs.py make what it says;
+processes.py runs commands there; state.py finds a testbed again; bed.py is the Testbed itself. enter.py is run
+as a script, by the path of its file. Needs root and pyroute2 (the extra `testbed`).
+"""
+
+from lightning_holmes.cluster.testbed.bed import NicBytes, NicStatus, Testbed, find_problem
+from lightning_holmes.cluster.testbed.layout import TestbedOptions
+from lightning_holmes.cluster.testbed.processes import HostResult
+
+__all__ = ["HostResult", "NicBytes", "NicStatus", "Testbed", "TestbedOptions", "find_problem"]

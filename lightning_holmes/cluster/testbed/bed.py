@@ -1,0 +1,439 @@
+"""Testbed: the context manager that builds a testbed, runs commands on its hosts, changes it and takes it down.
+
+    with Testbed(topology, TestbedOptions(cpu_share=0.45)) as bed:
+        bed.set_down("node-0.mlx5_0")
+        results = bed.run(["python", "train.py"], processes_per_host=1, shuffle=True, timeout_s=60)
+        assert all(result.exit_code == 0 for result in results.values())
+
+Testbeds with different ids do not meet: several may be up at the same time. One whose process is gone without having
+taken it down is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+from lightning_holmes.cluster.testbed import made_up_sysfs, network, state
+from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
+from lightning_holmes.cluster.testbed.layout import (
+    DEFAULT_PREFIX,
+    HostLayout,
+    Layout,
+    NicLayout,
+    TestbedOptions,
+    check_bed_id,
+    check_rate,
+    make_layout,
+    namespace_prefix,
+)
+from lightning_holmes.cluster.testbed.processes import HostCommand, HostResult, run_commands
+from lightning_holmes.cluster.testbed.state import BedState, Owner
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError, TestbedError, TestbedUnavailable
+
+_GRACE_S = 30.0
+_FIRST_PORT, _PORTS = 29500, 1000
+_TAIL_CHARACTERS = 2000
+# What says to a process which rank it has: the testbed's own processes must not inherit it.
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NUM_NODES"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicBytes:
+    """Bytes that a NIC has received and sent since the testbed is up, headers of Ethernet, IP and TCP included."""
+
+    received: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicStatus:
+    """A NIC as it is now. bandwidth_bytes_per_s is None where it is not shaped."""
+
+    host: str
+    cluster: str
+    nic: NicLayout
+    up: bool
+    bandwidth_bytes_per_s: float | None
+    bytes: NicBytes
+
+
+class Testbed:
+    """The hosts of a topology on this machine.
+
+    Args:
+        topology: its clusters, hosts and NICs; a host without Ethernet gets some, called eth0.
+        options: what the topology does not say: CPU shares, rates, the prefix of names.
+        bed_id: what tells testbeds apart; by default one of this process's own.
+
+    Raises:
+        TestbedUnavailable: when it is built: this machine lacks a capability, which the message names.
+    """
+
+    __test__: ClassVar[bool] = False
+
+    def __init__(self, topology: Topology, options: TestbedOptions | None = None, *, bed_id: str | None = None) -> None:
+        self.topology = topology
+        self.options = options or TestbedOptions()
+        self.bed_id = bed_id or f"p{os.getpid()}n{next(_numbers)}"
+        self.layout: Layout = make_layout(topology, self.options, bed_id=self.bed_id)
+        self._state = BedState(bed_id=self.bed_id, topology_yaml=topology.to_yaml(), options=self.options, owner=None)
+        self._runs = itertools.count()
+        self._pid = os.getpid()
+        self._signals: dict[int, Any] = {}
+
+    # up and down
+
+    def __enter__(self) -> Testbed:
+        self.build(owner=Owner.this_process())
+        atexit.register(self._close_own)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    self._signals[number] = signal.signal(number, self._end_by_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore_signals()
+        atexit.unregister(self._close_own)
+        self.close()
+
+    def build(self, *, owner: Owner | None = None) -> None:
+        """Build the testbed, which stays until :meth:`close`, or until its owner is gone and another one is built.
+
+        Remains of one with the same id are removed first, and of all those whose owner is gone.
+        """
+        if sys.platform != "linux":
+            raise TestbedUnavailable(f"no testbed here: it needs Linux, this is {sys.platform}")
+        if os.geteuid() != 0:
+            raise TestbedUnavailable(
+                "no testbed here: it makes network namespaces, which only root may do; run as root"
+            )
+        hierarchy = find_cpu_hierarchy()
+        remove_abandoned(self.options.prefix)
+        remove_remains(self.options.prefix, self.bed_id)
+        self._state = dataclasses.replace(self._state, owner=owner)
+        state.write_state(self._state)
+        try:
+            for host in self.layout.hosts:
+                CpuGroup(hierarchy, self._group_name(host)).create(
+                    share=host.cpu_share, period_s=self.options.cpu_period_s
+                )
+                made_up_sysfs.write_devices(self.sysfs_root(host.name), host)
+            self._hosts_file.write_text(
+                "127.0.0.1 localhost\n"
+                + "".join(f"{host.ethernet.address} {host.name}\n" for host in self.layout.hosts)
+            )
+            network.build_network(self.layout)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def attach(cls, bed_id: str, *, prefix: str = DEFAULT_PREFIX) -> Testbed:
+        """The testbed with this id that another process has built. Raises TestbedError if there is none."""
+        check_bed_id(bed_id)
+        found = state.read_state(prefix, bed_id)
+        if found is None:
+            others = state.bed_ids(prefix)
+            known = f"; there are {', '.join(others)}" if others else ""
+            raise TestbedError(f"there is no testbed {bed_id!r}{known}; `lightning-holmes testbed up FILE` makes one")
+        topology = Topology.from_yaml_text(found.topology_yaml, source=f"testbed {bed_id}")
+        bed = cls(topology, found.options, bed_id=bed_id)
+        bed._state = found
+        gone = network.missing_namespaces(bed.layout)
+        if gone:
+            raise TestbedError(f"of testbed {bed_id!r} only remains are left ({gone[0]} is gone); take it down")
+        return bed
+
+    def close(self) -> None:
+        """Take the testbed down: its processes, namespaces, cgroups and files."""
+        remove_remains(self.options.prefix, self.bed_id)
+
+    def _close_own(self) -> None:
+        """What the end of the process calls; children that were forked meanwhile have it too, and must not."""
+        if os.getpid() == self._pid:
+            self.close()
+
+    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        self._restore_signals()
+        self._close_own()
+        os.kill(os.getpid(), number)
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+        self._signals = {}
+
+    # commands
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        processes_per_host: int | None = None,
+        shuffle: bool = False,
+        node_order: Sequence[str] | None = None,
+        hosts: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        host_env: Callable[[str], Mapping[str, str]] | None = None,
+        folder: Path | None = None,
+        timeout_s: float = 600.0,
+        grace_s: float | None = _GRACE_S,
+        echo: Callable[[str, str], None] | None = None,
+        check: bool = False,
+    ) -> dict[str, HostResult]:
+        """Run a command on every host at the same time; the results by host.
+
+        Each process finds HOLMES_HOST_NAME, HOLMES_SYSFS_ROOT, NODE_RANK, NUM_NODES, MASTER_ADDR (the Ethernet address
+        of the host with node rank 0) and MASTER_PORT in its environment. Nothing is left running.
+
+        Args:
+            argv: the command. It is found by PATH.
+            processes_per_host: start it by torchrun with so many processes on each host; argv is then what stands
+                behind torchrun's own options: a script, or "-m" and a module.
+            shuffle: number the nodes in an order that is not the topology's.
+            node_order: or number them in this one: the hosts' names.
+            hosts: only these hosts.
+            env: further variables for all hosts.
+            host_env: further variables for the host of the given name.
+            folder: where to run it.
+            timeout_s: everything is ended after this time.
+            grace_s: how long the others may go on once one host's command has failed.
+            echo: called with host and line for each line of output.
+            check: raise TestbedError, with the end of their outputs, if the command failed on a host.
+        """
+        nodes = self._number_nodes(shuffle, node_order, hosts)
+        port = _FIRST_PORT + (os.getpid() + next(self._runs)) % _PORTS
+        hierarchy = find_cpu_hierarchy()
+        run_name = f"run{os.getpid()}n{next(_numbers)}"
+        commands = []
+        for rank, host in enumerate(nodes):
+            arguments = list(argv)
+            if processes_per_host is not None:
+                arguments = [
+                    *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node-rank={rank}"),
+                    *(f"--nproc-per-node={processes_per_host}", f"--master-addr={nodes[0].ethernet.address}"),
+                    *(f"--master-port={port}", f"--local-addr={host.ethernet.address}", *arguments),
+                ]
+            own = {
+                "HOLMES_HOST_NAME": host.name,
+                "HOLMES_SYSFS_ROOT": str(self.sysfs_root(host.name)),
+                "NODE_RANK": str(rank),
+                "NUM_NODES": str(len(nodes)),
+                "MASTER_ADDR": nodes[0].ethernet.address,
+                "MASTER_PORT": str(port),
+            }
+            inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+            commands.append(
+                HostCommand(
+                    host=host.name,
+                    argv=arguments,
+                    environment={
+                        "OMP_NUM_THREADS": "1",  # several hosts share the cores
+                        **inherited,
+                        **own,
+                        **(env or {}),
+                        **(host_env(host.name) if host_env is not None else {}),
+                    },
+                    namespace=network.namespace_path(host.namespace),
+                    host_name=host.name if self.options.host_names else "",
+                    hosts_file=self._hosts_file,
+                    group=CpuGroup(hierarchy, f"{self._group_name(host)}/{run_name}"),
+                    folder=folder,
+                )
+            )
+        results = run_commands(commands, timeout_s=timeout_s, grace_s=grace_s, echo=echo)
+        if check:
+            raise_if_failed(results, timeout_s)
+        return results
+
+    def torchrun(
+        self, args: Sequence[str], *, nproc_per_node: int | None = None, shuffle_nodes: bool = False, **options: Any
+    ) -> dict[str, HostResult]:
+        """torchrun on every host with `args` behind its own options; `options` are :meth:`run`'s.
+
+        nproc_per_node is by default the number of devices of a host, if it is the same for all.
+        """
+        if nproc_per_node is None:
+            sizes = {host.devices for host in self.layout.hosts}
+            if len(sizes) != 1:
+                raise ConfigurationError(f"the hosts have {sorted(sizes)} devices; give nproc_per_node")
+            nproc_per_node = sizes.pop()
+        return self.run(args, processes_per_host=nproc_per_node, shuffle=shuffle_nodes, **options)
+
+    def _number_nodes(
+        self, shuffle: bool, order: Sequence[str] | None, hosts: Sequence[str] | None
+    ) -> list[HostLayout]:
+        """The hosts that take part, in the order of their node ranks."""
+        chosen = [self.layout.host(name).name for name in hosts] if hosts is not None else [*self.hosts]
+        if order is not None:
+            if sorted(order) != sorted(chosen) or shuffle:
+                raise ConfigurationError(
+                    f"node_order={list(order)} must hold each of {chosen} once, and goes without shuffle"
+                )
+            chosen = list(order)
+        if shuffle and len(chosen) > 1:
+            first = list(chosen)
+            while chosen == first:
+                random.SystemRandom().shuffle(chosen)
+        return [self.layout.host(name) for name in chosen]
+
+    # what there is, and changing it
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts' names, in the topology's order."""
+        return tuple(host.name for host in self.layout.hosts)
+
+    def sysfs_root(self, host: str) -> Path:
+        """The made-up tree that HOLMES_SYSFS_ROOT names on this host."""
+        folder = self.layout.host(host).folder
+        return state.bed_folder(self.options.prefix, self.bed_id) / "sysfs" / folder
+
+    def ethernet_interface(self, host: str) -> str:
+        """The name of a host's first Ethernet interface."""
+        return self.layout.host(host).ethernet.interface
+
+    def counters(self) -> dict[str, dict[str, NicBytes]]:
+        """Bytes per host and NIC by the kernel's count. The made-up sysfs is brought up to date too."""
+        found: dict[str, dict[str, NicBytes]] = {}
+        for status in self.status():
+            found.setdefault(status.host, {})[status.nic.name] = status.bytes
+        return found
+
+    def status(self) -> list[NicStatus]:
+        """Every NIC as it is now."""
+        found = []
+        for host in self.layout.hosts:
+            interfaces = network.interface_states(host.namespace)
+            for nic in host.nics:
+                now = interfaces[nic.interface]
+                counted = NicBytes(received=now.received_bytes, sent=now.sent_bytes)
+                if nic.kind != "ethernet":
+                    made_up_sysfs.write_counters(
+                        self.sysfs_root(host.name), nic, received_bytes=counted.received, sent_bytes=counted.sent
+                    )
+                found.append(
+                    NicStatus(
+                        host=host.name,
+                        cluster=host.cluster,
+                        nic=nic,
+                        up=now.up,
+                        bandwidth_bytes_per_s=self._rate(host, nic),
+                        bytes=counted,
+                    )
+                )
+        return found
+
+    def set_rate(self, name: str, bandwidth_bytes_per_s: float) -> None:
+        """Give the NIC "host.nic" another rate, in both directions."""
+        check_rate(bandwidth_bytes_per_s, f"rate of {name}")
+        host, nic = self.layout.nic(name)
+        network.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
+        network.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
+        self._note(rates={**self._state.rates, name: bandwidth_bytes_per_s})
+        self._write_port(host, nic)
+
+    def set_down(self, name: str) -> None:
+        """Switch the NIC "host.nic" off."""
+        self._switch(name, up=False)
+
+    def set_up(self, name: str) -> None:
+        """Switch the NIC "host.nic" on again."""
+        self._switch(name, up=True)
+
+    def _switch(self, name: str, *, up: bool) -> None:
+        host, nic = self.layout.nic(name)
+        network.set_up(host.namespace, nic.interface, up)
+        others = tuple(other for other in self._state.down if other != name)
+        self._note(down=others if up else (*others, name))
+        self._write_port(host, nic)
+
+    def _write_port(self, host: HostLayout, nic: NicLayout) -> None:
+        if nic.kind != "ethernet":
+            up = f"{host.name}.{nic.name}" not in self._state.down
+            root = self.sysfs_root(host.name)
+            made_up_sysfs.write_port(root, nic, up=up, bandwidth_bytes_per_s=self._rate(host, nic))
+
+    def _rate(self, host: HostLayout, nic: NicLayout) -> float | None:
+        return self._state.rates.get(f"{host.name}.{nic.name}", nic.bandwidth_bytes_per_s)
+
+    def _note(self, **changes: Any) -> None:
+        self._state = dataclasses.replace(self._state, **changes)
+        state.write_state(self._state)
+
+    @property
+    def _hosts_file(self) -> Path:
+        return state.bed_folder(self.options.prefix, self.bed_id) / "hosts"
+
+    def _group_name(self, host: HostLayout) -> str:
+        return f"{self.options.prefix}{self.bed_id}/{host.folder}"
+
+
+def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None:
+    """Raise TestbedError, with the end of each output, if a command failed on a host."""
+    if all(result.exit_code == 0 for result in results.values()):
+        return
+    tails = []
+    for host, result in results.items():
+        ended = f"exit {result.exit_code}" if result.exit_code is not None else "ended after another one's failure"
+        if result.timed_out:
+            ended = f"ended after {timeout_s:.0f} s"
+        tails.append(f"--- {host}: {ended}\n{result.output[-_TAIL_CHARACTERS:]}")
+    raise TestbedError("the command failed on the testbed\n" + "\n".join(tails))
+
+
+def remove_remains(prefix: str, bed_id: str) -> bool:
+    """Remove all that bears the names of this testbed, whoever built it; whether there was anything."""
+    check_bed_id(bed_id)
+    group = CpuGroup(find_cpu_hierarchy(), f"{prefix}{bed_id}")
+    found = group.path.exists() or state.bed_folder(prefix, bed_id).exists()
+    group.kill()
+    removed = network.remove_namespaces(namespace_prefix(prefix, bed_id))
+    group.remove()
+    state.remove_folder(prefix, bed_id)
+    return found or bool(removed)
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Remove the testbeds whose owner is gone."""
+    for bed_id in state.bed_ids(prefix):
+        found = state.read_state(prefix, bed_id)
+        if found is not None and found.owner is not None and not found.owner.alive:
+            remove_remains(prefix, bed_id)
+
+
+@functools.cache
+def find_problem() -> str | None:
+    """Why this machine cannot carry a testbed; None if it can. Tries it with two hosts, in a quarter of a second."""
+    text = """
+        clusters: [{name: a, hosts: [{name: a, devices: 1, nics: [{name: m, kind: roce, bandwidth: 1 Gbit/s}]}]},
+                   {name: b, hosts: [{name: b, devices: 1}]}]
+        links: [{ends: [a, b], transport: ethernet, bandwidth: 1 Gbit/s, latency: 0}]
+    """
+    try:
+        with Testbed(Topology.from_yaml_text(text), TestbedOptions(cpu_share=0.5)) as bed:
+            bed.run(["true"], timeout_s=30, check=True)
+    except (TestbedError, ConfigurationError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,331 @@
+"""The layout of a testbed: which namespace, interface, address and rate each NIC of a topology gets. Pure data.
+
+    layout = make_layout(topology, TestbedOptions(cpu_share=0.45), bed_id="demo")
+    layout.hosts[0].nics[0].address            # "10.64.0.1"
+
+Networks. The j-th InfiniBand NICs of a cluster's hosts share a network, and so do its j-th RoCE NICs; the j-th
+Ethernet NICs of all hosts share one. Each network has its own bridge and subnet: 10.(64 + network).(cluster).(host
+from 1)/16. All bridges live in one more namespace, the switch, so that nothing is added to the machine's own.
+
+Rates. A NIC's bandwidth holds in each direction. What goes from one cluster to another is held to the slower of the
+two NICs, and, where the topology has a Link between the two, all of it together to the Link's bandwidth in each
+direction. A Link's latency is not modelled: netem is not in every kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from lightning_holmes.cluster.topology import Host, Nic, Topology, TransportKind
+from lightning_holmes.errors import ConfigurationError, TestbedError
+
+DEFAULT_PREFIX = "holmes-"
+MAX_SHAPED_BYTES_PER_S = 4e9  # tc's rates are 32-bit numbers; above this a NIC is as fast as the machine
+_INTERFACE_NAMES: dict[str, str] = {"infiniband": "ib", "roce": "roce"}
+_MAX_INTERFACE_NAME = 15  # IFNAMSIZ less its closing zero
+_FIRST_NETWORK = 64
+_MAX_OCTET = 254
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestbedOptions:
+    """What a testbed needs and a topology does not say.
+
+    Args:
+        cpu_share: cores of each host (0.45: less than half a core); None leaves processes unlimited.
+        host_cpu_shares: cores of single hosts by name, where they differ.
+        rdma_bandwidth_bytes_per_s: stands in for the bandwidth of every InfiniBand and RoCE NIC.
+        ethernet_bandwidth_bytes_per_s: stands in for the bandwidth of every Ethernet NIC.
+        cpu_period_s: the share is dealt out anew this often. A short period is closest to a slower core.
+        host_names: processes find the machine called as the host, and its and the others' names in /etc/hosts, with
+            their Ethernet addresses. Without it the machine is called as outside, a name that leads nowhere.
+        prefix: what the names of namespaces, cgroups and files begin with.
+    """
+
+    __test__: ClassVar[bool] = False
+
+    cpu_share: float | None = None
+    host_cpu_shares: Mapping[str, float] = field(default_factory=dict)
+    rdma_bandwidth_bytes_per_s: float | None = None
+    ethernet_bandwidth_bytes_per_s: float | None = None
+    cpu_period_s: float = 0.02
+    host_names: bool = True
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        for name, share in {"cpu_share": self.cpu_share, **self.host_cpu_shares}.items():
+            if share is not None and not 0 < share <= 1024:
+                raise ConfigurationError(f"CPU share of {name} is {share!r}; give a number of cores, such as 0.45")
+        for name in ("rdma_bandwidth_bytes_per_s", "ethernet_bandwidth_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None:
+                check_rate(rate, name)
+        if not 0.001 <= self.cpu_period_s <= 1:
+            raise ConfigurationError(f"cpu_period_s={self.cpu_period_s!r}; the kernel takes 0.001 to 1 second")
+        for share in (self.cpu_share, *self.host_cpu_shares.values()):
+            if share is not None and share * self.cpu_period_s < 0.001:
+                raise ConfigurationError(
+                    f"a share of {share} cores is {1e6 * share * self.cpu_period_s:.0f} us of each period, but the "
+                    f"kernel takes no less than 1000 us; give cpu_period_s={min(1.0, 0.002 / share):.3g}"
+                )
+        if not re.fullmatch(r"[a-z][a-z0-9]{0,14}-", self.prefix):
+            raise ConfigurationError(f"prefix={self.prefix!r}; write small letters and digits that end in '-'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicLayout:
+    """A NIC as it stands on the testbed.
+
+    name is the topology's, and for InfiniBand and RoCE that of the RDMA device in the made-up sysfs; interface is the
+    network interface. fabric numbers the network; bridge and port are names in the switch's namespace.
+    """
+
+    name: str
+    kind: TransportKind
+    interface: str
+    fabric: int
+    address: str
+    bandwidth_bytes_per_s: float | None
+    bridge: str
+    port: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLayout:
+    """A host as it stands on the testbed: its namespace and what it has there."""
+
+    name: str
+    cluster: str
+    devices: int
+    namespace: str
+    folder: str  # of its cgroup and its made-up sysfs, under the testbed's own
+    cpu_share: float | None
+    nics: tuple[NicLayout, ...]
+
+    @property
+    def ethernet(self) -> NicLayout:
+        """The first Ethernet NIC: where processes of different hosts meet."""
+        return next(nic for nic in self.nics if nic.kind == "ethernet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """All that goes from one cluster to another over one Ethernet: held to a Link's bandwidth.
+
+    destination_key is the cluster's part of the subnet in the kernel's u32 notation.
+    """
+
+    destination_key: str
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """The cable between the bridge of one cluster's Ethernet NICs and the bridge of all clusters."""
+
+    bridge: str
+    inner: str
+    outer_bridge: str
+    outer: str
+    caps: tuple[Cap, ...]  # at the inner end: what leaves the cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All of a testbed by name."""
+
+    bed_id: str
+    switch: str
+    bridges: tuple[str, ...]
+    trunks: tuple[Trunk, ...]
+    hosts: tuple[HostLayout, ...]
+
+    def host(self, name: str) -> HostLayout:
+        """The host of that name. Raises TestbedError with the names there are."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise TestbedError(f"there is no host {name!r}; there are {', '.join(host.name for host in self.hosts)}")
+
+    def nic(self, name: str) -> tuple[HostLayout, NicLayout]:
+        """The NIC "host.nic"; a host's name may have dots in it."""
+        host_name, _, nic_name = name.rpartition(".")
+        if not host_name:
+            raise TestbedError(f"{name!r} is no NIC; write HOST.NIC, such as {self._example()}")
+        host = self.host(host_name)
+        for nic in host.nics:
+            if nic.name == nic_name:
+                return host, nic
+        raise TestbedError(f"{host_name} has no NIC {nic_name!r}; it has {', '.join(nic.name for nic in host.nics)}")
+
+    def nics(self) -> Iterator[tuple[HostLayout, NicLayout]]:
+        """All NICs, host by host."""
+        for host in self.hosts:
+            for nic in host.nics:
+                yield host, nic
+
+    def _example(self) -> str:
+        return f"{self.hosts[0].name}.{self.hosts[0].nics[0].name}"
+
+
+def namespace_prefix(prefix: str, bed_id: str) -> str:
+    """What the names of a testbed's namespaces begin with."""
+    return f"{prefix}{bed_id}-"
+
+
+def check_bed_id(bed_id: str) -> None:
+    """An id is part of the names of namespaces and folders: no dash, so that none begins another one's names."""
+    if not re.fullmatch(r"[a-z0-9_]{1,24}", bed_id):
+        raise ConfigurationError(f"testbed id {bed_id!r}; write 1 to 24 small letters, digits or '_'")
+
+
+def check_rate(rate: float, what: str) -> None:
+    """A rate that can be set: at least 1 kB/s."""
+    if not (1000 <= rate < float("inf")):
+        raise ConfigurationError(f"{what}={rate!r}; write a bandwidth of at least 8 kbit/s")
+
+
+def make_layout(topology: Topology, options: TestbedOptions, *, bed_id: str) -> Layout:
+    """The layout of a testbed. Raises ConfigurationError for what cannot be laid out."""
+    check_bed_id(bed_id)
+    _check_fits(topology, options)
+    capped = bool(topology.links)
+    networks: dict[tuple[str, str, int], int] = {}
+    bridges: list[str] = []
+    trunks: list[Trunk] = []
+    hosts: list[HostLayout] = []
+
+    def network_of(cluster_index: int, nic: Nic, ordinal: int) -> tuple[int, str]:
+        """Number and bridge of a NIC's network, made at its first NIC."""
+        everywhere = nic.kind == "ethernet"
+        key = ("", nic.kind, ordinal) if everywhere else (str(cluster_index), nic.kind, ordinal)
+        if key not in networks:
+            networks[key] = len(networks)
+            bridges.append(f"br{networks[key]}")
+        number = networks[key]
+        if not (everywhere and capped):
+            return number, f"br{number}"
+        bridge = f"br{number}c{cluster_index}"
+        if bridge not in bridges:
+            bridges.append(bridge)
+            trunks.append(_make_trunk(topology, number, cluster_index, bridge))
+        return number, bridge
+
+    for cluster_index, cluster in enumerate(topology.clusters):
+        for position, host in enumerate(cluster.hosts):
+            ordinals: Counter[str] = Counter()
+            nics: list[NicLayout] = []
+            taken = {nic.name for nic in host.nics if nic.kind == "ethernet"}
+            for nic in _nics_of(host):
+                number, bridge = network_of(cluster_index, nic, ordinals[nic.kind])
+                ordinals[nic.kind] += 1
+                nics.append(
+                    NicLayout(
+                        name=nic.name,
+                        kind=nic.kind,
+                        interface=_interface_name(nic, taken),
+                        fabric=number,
+                        address=f"10.{_FIRST_NETWORK + number}.{cluster_index}.{position + 1}",
+                        bandwidth_bytes_per_s=_rate_of(nic, options),
+                        bridge=bridge,
+                        port=f"h{len(hosts)}n{len(nics)}",
+                    )
+                )
+            hosts.append(
+                HostLayout(
+                    name=host.name,
+                    cluster=cluster.name,
+                    devices=host.devices,
+                    namespace=f"{namespace_prefix(options.prefix, bed_id)}h{len(hosts)}",
+                    folder=f"h{len(hosts)}",
+                    cpu_share=options.host_cpu_shares.get(host.name, options.cpu_share),
+                    nics=tuple(nics),
+                )
+            )
+    if len(networks) > _MAX_OCTET - _FIRST_NETWORK:
+        raise ConfigurationError(f"{len(networks)} networks; a testbed has addresses for {_MAX_OCTET - _FIRST_NETWORK}")
+    return Layout(
+        bed_id=bed_id,
+        switch=f"{namespace_prefix(options.prefix, bed_id)}switch",
+        bridges=tuple(bridges),
+        trunks=tuple(trunks),
+        hosts=tuple(hosts),
+    )
+
+
+def _check_fits(topology: Topology, options: TestbedOptions) -> None:
+    names = [host.name for cluster in topology.clusters for host in cluster.hosts]
+    unknown = set(options.host_cpu_shares) - set(names)
+    if unknown:
+        raise ConfigurationError(f"CPU shares for {', '.join(sorted(unknown))}; the hosts are {', '.join(names)}")
+    if len(topology.clusters) > _MAX_OCTET or max(len(cluster.hosts) for cluster in topology.clusters) > _MAX_OCTET:
+        raise ConfigurationError(f"a testbed has room for {_MAX_OCTET} clusters of {_MAX_OCTET} hosts each")
+    for link in topology.links:
+        if link.transport != "ethernet":
+            raise ConfigurationError(
+                f"link {link.ends}: a testbed joins clusters by Ethernet alone, not by {link.transport}; write ethernet"
+            )
+    for name in names if options.host_names else ():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}", name):
+            raise ConfigurationError(
+                f"host {name!r} cannot be a machine's name: write at most 63 letters, digits, '-' or '.'"
+            )
+    for cluster in topology.clusters:
+        for host in cluster.hosts:
+            for nic in host.nics:
+                usable = re.fullmatch(r"[A-Za-z0-9_.:-]+", nic.name) and nic.name not in (".", "..", "lo")
+                if not usable or (nic.kind == "ethernet" and len(nic.name) > _MAX_INTERFACE_NAME):
+                    raise ConfigurationError(
+                        f"NIC {nic.name!r} of host {host.name!r} cannot be an interface: write at most "
+                        f"{_MAX_INTERFACE_NAME} letters, digits, '_', '-' or '.', and not 'lo'"
+                    )
+
+
+def _nics_of(host: Host) -> tuple[Nic, ...]:
+    """A host's NICs; one without Ethernet gets some, for its processes must meet the others'."""
+    if any(nic.kind == "ethernet" for nic in host.nics):
+        return host.nics
+    taken = {nic.name for nic in host.nics}
+    name = next(name for name in (f"eth{index}" for index in range(len(taken) + 1)) if name not in taken)
+    return (*host.nics, Nic(name=name, kind="ethernet"))
+
+
+def _interface_name(nic: Nic, taken: set[str]) -> str:
+    """Ethernet interfaces have the NIC's name; those of RDMA devices have another, as on real hosts."""
+    if nic.kind == "ethernet":
+        return nic.name
+    stem = _INTERFACE_NAMES[nic.kind]
+    name = next(name for name in (f"{stem}{index}" for index in range(len(taken) + 1)) if name not in taken)
+    taken.add(name)
+    return name
+
+
+def _rate_of(nic: Nic, options: TestbedOptions) -> float | None:
+    instead = options.ethernet_bandwidth_bytes_per_s if nic.kind == "ethernet" else options.rdma_bandwidth_bytes_per_s
+    rate = nic.bandwidth_bytes_per_s if instead is None else instead
+    if rate is not None:
+        check_rate(rate, f"bandwidth of NIC {nic.name}")
+    return rate
+
+
+def _make_trunk(topology: Topology, number: int, cluster_index: int, bridge: str) -> Trunk:
+    here = topology.clusters[cluster_index].name
+    caps = []
+    for index, other in enumerate(topology.clusters):
+        for link in topology.links:
+            if set(link.ends) == {here, other.name}:
+                check_rate(link.bandwidth_bytes_per_s, f"bandwidth of link {link.ends}")
+                # the destination address is at byte 16 of an IPv4 header
+                key = f"0x0a{_FIRST_NETWORK + number:02x}{index:02x}00/0xffffff00+16"
+                caps.append(Cap(destination_key=key, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s))
+    return Trunk(
+        bridge=bridge,
+        inner=f"in{number}c{cluster_index}",
+        outer_bridge=f"br{number}",
+        outer=f"out{number}c{cluster_index}",
+        caps=tuple(caps),
+    )

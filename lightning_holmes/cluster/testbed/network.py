@@ -1,0 +1,259 @@
+"""The network of a testbed: namespaces, bridges, cables and rates, made through netlink (pyroute2).
+
+Owns what it takes to make, change, read and remove them; which there are is layout.py's. Names in the machine's own
+namespace are not touched: bridges live in the switch's namespace, and go with it.
+
+    build_network(layout)
+    shape(host.namespace, nic.interface, 12.5e6)
+    remove_namespaces("holmes-demo-")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_holmes.cluster.testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
+from lightning_holmes.errors import ConfigurationError, TestbedError, TestbedUnavailable
+
+NAMESPACES = Path("/run/netns")  # where ip keeps named namespaces
+_CLONE_NEWNET, _MS_BIND, _MNT_DETACH, _IFF_UP = 0x40000000, 4096, 2, 1
+_LOOPBACK = 1
+_BURST_S = 0.004  # how much may go at line rate after a pause
+_MIN_BURST_BYTES = 80_000  # a segment of 64 KiB must fit, or the kernel cuts it up
+_QUEUE_S = 0.05
+_MIN_QUEUE_BYTES = 500_000
+_ROOT_HANDLE = 0x10000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceState:
+    """What the kernel says of an interface: whether it is up, and its bytes since it was made."""
+
+    up: bool
+    received_bytes: int
+    sent_bytes: int
+
+
+def _pyroute2() -> Any:
+    try:
+        import pyroute2
+    except ImportError as error:
+        raise ConfigurationError(
+            "the testbed speaks to the kernel through pyroute2, which is not installed; "
+            "pip install 'lightning-holmes[testbed]'"
+        ) from error
+    return pyroute2
+
+
+@contextlib.contextmanager
+def _needs(capability: str) -> Iterator[None]:
+    """Turns the kernel's refusal into the name of what is missing."""
+    netlink_error = _pyroute2().NetlinkError
+    try:
+        yield
+    except (netlink_error, OSError) as error:
+        code = error.code if isinstance(error, netlink_error) else error.errno
+        if code in (errno.EPERM, errno.EACCES):
+            why = "it may not be done without root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
+        elif code in (errno.EOPNOTSUPP, errno.ENOENT, errno.ENODEV, errno.ENOSYS, errno.EINVAL):
+            why = "this kernel does not have it"
+        else:
+            why = "the kernel refused it"
+        raise TestbedUnavailable(f"no testbed here: it needs {capability}, and {why} ({error})") from error
+
+
+def _inside(namespace: str, action: Callable[[Any], _T]) -> _T:
+    """What `action` gives for a netlink socket in a namespace.
+
+    It is called in a thread of its own, for which alone setns counts. (pyroute2 would fork to open the socket, and the
+    child would have this process's threads' locks, signal handlers and exit functions.)
+    """
+
+    def work(libc: ctypes.CDLL) -> _T:
+        with open(NAMESPACES / namespace) as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"entering {namespace}")
+        with _pyroute2().IPRoute() as netlink:
+            return action(netlink)
+
+    return _in_thread(work)
+
+
+def _in_thread(work: Callable[[ctypes.CDLL], _T]) -> _T:
+    """Call `work` in a new thread, and hand on what it gives or raises."""
+    results: list[_T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work(ctypes.CDLL(None, use_errno=True)))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def _index(netlink: Any, interface: str) -> int:
+    found = netlink.link_lookup(ifname=interface)
+    if not found:
+        raise TestbedError(f"the interface {interface} is gone; take the testbed down and up again")
+    return int(found[0])
+
+
+def namespace_path(namespace: str) -> str:
+    """The file that stands for a namespace."""
+    return str(NAMESPACES / namespace)
+
+
+def build_network(layout: Layout) -> None:
+    """Make all that the layout says. Raises TestbedUnavailable that names the missing capability."""
+    with _needs("network namespaces"):
+        for namespace in (layout.switch, *(host.namespace for host in layout.hosts)):
+            _create_namespace(namespace)
+            _inside(namespace, _switch_off_ipv6)
+    _inside(layout.switch, lambda netlink: _build_switch(netlink, layout))
+    for host in layout.hosts:
+        _inside(host.namespace, functools.partial(_build_host, host=host))
+
+
+def _build_switch(netlink: Any, layout: Layout) -> None:
+    """All bridges, and the cables, whose other ends are put into the hosts' namespaces."""
+    with _needs("bridges (CONFIG_BRIDGE)"):
+        for bridge in layout.bridges:
+            netlink.link("add", ifname=bridge, kind="bridge")
+            netlink.link("set", index=_index(netlink, bridge), state="up")
+    for trunk in layout.trunks:
+        _build_trunk(netlink, trunk)
+    for host, nic in layout.nics():
+        with _needs("pairs of virtual Ethernet devices (CONFIG_VETH)"):
+            peer = {"ifname": nic.interface, "net_ns_fd": namespace_path(host.namespace)}
+            netlink.link("add", ifname=nic.port, kind="veth", peer=peer)
+        port = _index(netlink, nic.port)
+        netlink.link("set", index=port, master=_index(netlink, nic.bridge), state="up")
+        _shape(netlink, port, nic.bandwidth_bytes_per_s)
+
+
+def _build_host(netlink: Any, host: HostLayout) -> None:
+    netlink.link("set", index=_LOOPBACK, state="up")
+    for nic in host.nics:
+        index = _index(netlink, nic.interface)
+        netlink.addr("add", index=index, address=nic.address, prefixlen=16)
+        netlink.link("set", index=index, state="up")
+        _shape(netlink, index, nic.bandwidth_bytes_per_s)
+
+
+def _build_trunk(switch: Any, trunk: Trunk) -> None:
+    with _needs("pairs of virtual Ethernet devices (CONFIG_VETH)"):
+        switch.link("add", ifname=trunk.inner, kind="veth", peer={"ifname": trunk.outer})
+    for name, bridge in ((trunk.inner, trunk.bridge), (trunk.outer, trunk.outer_bridge)):
+        switch.link("set", index=_index(switch, name), master=_index(switch, bridge), state="up")
+    if not trunk.caps:
+        return
+    index = _index(switch, trunk.inner)
+    with _needs("the htb queueing discipline and the u32 filter (CONFIG_NET_SCH_HTB, CONFIG_NET_CLS_U32)"):
+        # What no filter takes goes by unshaped: clusters without a Link, and ARP.
+        switch.tc("add", "htb", index=index, handle=_ROOT_HANDLE, default=0)
+        for number, cap in enumerate(trunk.caps, start=1):
+            target, most = _ROOT_HANDLE + number, int(MAX_SHAPED_BYTES_PER_S)
+            switch.tc("add-class", "htb", index=index, handle=target, parent=_ROOT_HANDLE, rate=most, ceil=most)
+            keys = [cap.destination_key]
+            switch.tc(
+                "add-filter", "u32", index=index, parent=_ROOT_HANDLE, prio=1, protocol=0x0800, target=target, keys=keys
+            )
+            _shape(switch, index, cap.bandwidth_bytes_per_s, parent=target)
+
+
+def _shape(netlink: Any, index: int, bandwidth_bytes_per_s: float | None, parent: int | None = None) -> None:
+    """Hold what leaves an interface to a rate; None, or more than tc can count, leaves it free."""
+    if bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S:
+        if parent is None:
+            with contextlib.suppress(_pyroute2().NetlinkError):  # there may be none
+                netlink.tc("del", index=index, root=True)
+        return
+    burst = max(_MIN_BURST_BYTES, int(bandwidth_bytes_per_s * _BURST_S))
+    queue = max(_MIN_QUEUE_BYTES, int(bandwidth_bytes_per_s * _QUEUE_S))
+    place = {} if parent is None else {"parent": parent}
+    with _needs("the tbf queueing discipline (CONFIG_NET_SCH_TBF)"):
+        netlink.tc(
+            "replace", "tbf", index=index, rate=int(bandwidth_bytes_per_s), burst=burst, limit=burst + queue, **place
+        )
+
+
+def shape(namespace: str, interface: str, bandwidth_bytes_per_s: float | None) -> None:
+    """Give an interface another rate for what it sends, while it is in use."""
+    _inside(namespace, lambda netlink: _shape(netlink, _index(netlink, interface), bandwidth_bytes_per_s))
+
+
+def set_up(namespace: str, interface: str, up: bool) -> None:
+    """Switch an interface on or off."""
+    state = "up" if up else "down"
+    _inside(namespace, lambda netlink: netlink.link("set", index=_index(netlink, interface), state=state))
+
+
+def interface_states(namespace: str) -> dict[str, InterfaceState]:
+    """All interfaces of a namespace by name."""
+
+    def read(netlink: Any) -> dict[str, InterfaceState]:
+        states = {}
+        for link in netlink.get_links():
+            stats = link.get_attr("IFLA_STATS64")
+            states[link.get_attr("IFLA_IFNAME")] = InterfaceState(
+                up=bool(link["flags"] & _IFF_UP), received_bytes=stats["rx_bytes"], sent_bytes=stats["tx_bytes"]
+            )
+        return states
+
+    return _inside(namespace, read)
+
+
+def missing_namespaces(layout: Layout) -> list[str]:
+    """The layout's namespaces that are not there."""
+    wanted = [layout.switch, *(host.namespace for host in layout.hosts)]
+    return [name for name in wanted if not (NAMESPACES / name).exists()]
+
+
+def remove_namespaces(prefix: str) -> list[str]:
+    """Remove the namespaces whose names begin with `prefix`, and with them all interfaces inside; their names."""
+    if not NAMESPACES.is_dir():
+        return []
+    names = sorted(path.name for path in NAMESPACES.iterdir() if path.name.startswith(prefix))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in names:
+        libc.umount2(namespace_path(name).encode(), _MNT_DETACH)
+        (NAMESPACES / name).unlink(missing_ok=True)
+    return names
+
+
+def _create_namespace(name: str) -> None:
+    """A named network namespace, as `ip netns add` makes it: a file onto which the namespace is mounted."""
+
+    def work(libc: ctypes.CDLL) -> None:
+        if libc.unshare(_CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "a new network namespace")
+        if libc.mount(b"/proc/thread-self/ns/net", namespace_path(name).encode(), b"none", _MS_BIND, None) != 0:
+            raise OSError(ctypes.get_errno(), f"mounting {namespace_path(name)}")
+
+    NAMESPACES.mkdir(parents=True, exist_ok=True)
+    (NAMESPACES / name).touch(exist_ok=False)
+    _in_thread(work)
+
+
+def _switch_off_ipv6(_: Any) -> None:
+    """No router solicitations and the like: what is counted is what programs send."""
+    for scope in ("all", "default"):
+        path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
+        if path.exists():
+            path.write_text("1")

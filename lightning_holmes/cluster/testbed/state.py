@@ -1,0 +1,121 @@
+"""What a testbed writes down about itself, so that another command, or the one after a crash, finds it again.
+
+Owns the folder of a testbed, /run/holmes-testbed/ID (or below $XDG_RUNTIME_DIR), and the file state.json in it.
+
+    state = BedState(bed_id="demo", topology_yaml=topology.to_yaml(), options=TestbedOptions(), owner=None)
+    write_state(state)
+    read_state("holmes-", "demo") == state
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_holmes.cluster.testbed.layout import TestbedOptions
+from lightning_holmes.errors import TestbedUnavailable
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The process that a testbed belongs to; its start tells it from a later one with the same id."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The process that asks."""
+        ticks = _start_ticks(os.getpid())
+        assert ticks is not None
+        return cls(pid=os.getpid(), start_ticks=ticks)
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BedState:
+    """A testbed as it was made, and what was changed since. Without an owner it stays until taken down."""
+
+    bed_id: str
+    topology_yaml: str
+    options: TestbedOptions
+    owner: Owner | None
+    rates: dict[str, float] = field(default_factory=dict)  # "host.nic": bytes/s, where changed
+    down: tuple[str, ...] = ()
+
+
+def runtime_folder(prefix: str) -> Path:
+    """Where the testbeds with this prefix keep their files."""
+    for base in (Path("/run"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")):
+        if base.is_dir() and os.access(base, os.W_OK):
+            return base / f"{prefix}testbed"
+    raise TestbedUnavailable("no testbed here: neither /run nor $XDG_RUNTIME_DIR can be written to; run it as root")
+
+
+def bed_folder(prefix: str, bed_id: str) -> Path:
+    """The folder of one testbed."""
+    return runtime_folder(prefix) / bed_id
+
+
+def write_state(state: BedState) -> None:
+    """Write the state in one go: a reader sees the old one or the new one."""
+    folder = bed_folder(state.options.prefix, state.bed_id)
+    while not folder.is_dir():  # the folder above goes when the last testbed does
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+    data = dataclasses.asdict(state)
+    written = folder / f"{_STATE}.{os.getpid()}"
+    written.write_text(json.dumps(data))
+    written.replace(folder / _STATE)
+
+
+def read_state(prefix: str, bed_id: str) -> BedState | None:
+    """The state of a testbed; None if there is none, or none that can be read."""
+    try:
+        data: dict[str, Any] = json.loads((bed_folder(prefix, bed_id) / _STATE).read_text())
+        return BedState(
+            bed_id=data["bed_id"],
+            topology_yaml=data["topology_yaml"],
+            options=TestbedOptions(**data["options"]),
+            owner=None if data["owner"] is None else Owner(**data["owner"]),
+            rates=data["rates"],
+            down=tuple(data["down"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def bed_ids(prefix: str) -> list[str]:
+    """The ids of all testbeds that have a folder."""
+    folder = runtime_folder(prefix)
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def remove_folder(prefix: str, bed_id: str) -> None:
+    """Forget a testbed; it may be forgotten already."""
+    shutil.rmtree(bed_folder(prefix, bed_id), ignore_errors=True)
+    with contextlib.suppress(OSError):  # others are still there
+        runtime_folder(prefix).rmdir()
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it does not run."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may hold anything; the state is the first field after it, the start the 20th.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
