@@ -37,7 +37,14 @@ from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.mesh import ProcessGroups, build_process_groups, edge_pairs, join_shared, release
+from lightning_holmes.comm.mesh import (
+    GroupBuilder,
+    ProcessGroups,
+    build_process_groups,
+    edge_pairs,
+    join_shared,
+    release,
+)
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.optim.clip import global_grad_norm
@@ -257,16 +264,15 @@ class HolmesStrategy(ReplicaCollectives):
             raise ConfigurationError(
                 f"num_chunks={chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
             )
-        self._groups = build_process_groups(
-            self._placement,
+        builder = GroupBuilder(
             rank=self.global_rank,
             backend=self._process_group_backend or "gloo",
             device=self.root_device,
             timeout=self._timeout,
-            pairs=edge_pairs(size, chunks),
         )
         # not at teardown: metrics and checkpoints use them after a run
-        weakref.finalize(self, release, self._groups.owned).atexit = False
+        weakref.finalize(self, release, builder.owned).atexit = False
+        self._groups = build_process_groups(self._placement, builder, pairs=edge_pairs(size, chunks))
 
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
@@ -417,7 +423,6 @@ class HolmesStrategy(ReplicaCollectives):
         module = self.lightning_module
         assert module is not None
         parameters = {n: p for n, p in module.named_parameters() if n in self._pipeline.local_parameters}
-        self._grad_buffer = GradBuffer(parameters, flat=self.world_size > 1)
         shared: dict[tuple[int, ...], list[str]] = {}
         if structure is not None:
             size = self._plan.pipeline_parallel_size
@@ -427,15 +432,11 @@ class HolmesStrategy(ReplicaCollectives):
                 if len(ranks) > 1:
                     shared.setdefault(ranks, []).append(name)
         assert self._placement is not None
-        groups = join_shared(
-            self._groups,
-            self._placement,
-            list(shared),
-            rank=self.global_rank,
-            backend=self._process_group_backend or "gloo",
-            device=self.root_device,
-            timeout=self._timeout,
-        )
+        # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
+        reduced = self.data_parallel_size > 1 or bool(shared)
+        self._grad_buffer = GradBuffer(parameters, flat=reduced or (low and self.world_size > 1))
+        groups = join_shared(self._groups, self._placement, list(shared))
         self._grad_sync = GradSync(
             self._grad_buffer,
             self._groups.data_parallel,

@@ -4,6 +4,7 @@ No other file imports a name with a leading underscore from torch.
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "default_store",
+    "gloo_device",
+    "gloo_group",
+    "is_backend_registered",
     "is_batch_norm",
     "operator_name",
     "tensor_version",
@@ -24,6 +28,34 @@ __all__ = [
 def default_store() -> Any:
     """The key-value store with which the default process group was formed."""
     return dist.distributed_c10d._get_default_store()
+
+
+def gloo_device(interface: str | None) -> Any:
+    """A gloo transport device, with its thread, on a network interface.
+
+    Not a lazy one: groups that share a lazy device wait for each other's connections for ever (torch 2.13).
+
+    Raises:
+        RuntimeError: the interface does not exist, or has no address.
+    """
+    if interface is None:
+        return dist.ProcessGroupGloo.create_default_device(lazy_init=False)
+    return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+
+
+def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta) -> Any:
+    """A gloo group whose connections are made on ``device``."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timeout
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def is_backend_registered(name: str) -> bool:
+    """Whether torch.distributed knows a third-party backend of this name."""
+    return name.upper() in dist.Backend._plugins
 
 
 def operator_name(operator: Any) -> str:
@@ -57,3 +89,10 @@ def is_dropout(module: nn.Module) -> bool:
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows when a tensor is changed in place; inference tensors count none and give their address."""
     return tensor.data_ptr() if tensor.is_inference() else tensor._version
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where torch.distributed.checkpoint's reader finds the bytes of a value."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path=file, offset=offset, length=length)

@@ -1,5 +1,7 @@
 """What lightning_holmes/torch_private.py relies on; a failure here means that torch has changed it."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -70,3 +72,14 @@ def test_versions_grow_with_changes_in_place() -> None:
     assert torch_private.tensor_version(x) > before
     with torch.inference_mode():
         torch_private.tensor_version(torch.ones(3))
+
+
+def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    device = torch_private.gloo_device("lo")
+    store = dist.FileStore(f"{tmp_path}/store", 1)
+    for name in ("first", "second"):  # on the same device
+        group = torch_private.gloo_group(dist.PrefixStore(name, store), 0, 1, device, timedelta(seconds=20))
+        tensor = torch.ones(2)
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [1.0, 1.0] and group.options._timeout == timedelta(seconds=20)
+    assert not torch_private.is_backend_registered("no_such_backend")

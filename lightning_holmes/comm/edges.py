@@ -54,6 +54,9 @@ class Edges(Protocol):
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         """Start to send a picklable object."""
 
+    def expect_message(self, source: int, topic: int) -> None:
+        """Get ready for a message that will come for certain, so that receiving it later costs no time."""
+
     def has_message(self, source: int, topic: int) -> bool:
         """Whether :meth:`receive_message` can be called; where receiving blocks, always true."""
 
@@ -108,6 +111,7 @@ class DistributedEdges:
         self._messages = messages
         self._device = device
         self._in_flight: list[tuple[Any, Tensor]] = []
+        self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         self._in_flight = [(work, data) for work, data in self._in_flight if not work.is_completed()]
@@ -135,12 +139,19 @@ class DistributedEdges:
             work = dist.isend(part, self.ranks[destination], group=self._messages, tag=topic)
             self._in_flight.append((work, part))
 
+    def expect_message(self, source: int, topic: int) -> None:
+        if (source, topic) not in self._expected:
+            head = torch.empty(8 + _INLINE_BYTES, dtype=torch.uint8)
+            work = dist.irecv(head, self.ranks[source], group=self._messages, tag=topic)
+            self._expected[source, topic] = work, head
+
     def has_message(self, source: int, topic: int) -> bool:
         return True
 
     def receive_message(self, source: int, topic: int) -> Any:
-        head = torch.empty(8 + _INLINE_BYTES, dtype=torch.uint8)
-        dist.recv(head, self.ranks[source], group=self._messages, tag=topic)
+        self.expect_message(source, topic)
+        work, head = self._expected.pop((source, topic))
+        work.wait()
         length = int(head[:8].view(torch.int64).item())
         if length <= _INLINE_BYTES:
             data = head[8 : 8 + length]
@@ -171,6 +182,9 @@ class LocalEdges:
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         self._mailbox.messages[self.rank, destination, topic].append(message)
+
+    def expect_message(self, source: int, topic: int) -> None:
+        """Nothing is to be done within one process."""
 
     def has_message(self, source: int, topic: int) -> bool:
         return bool(self._mailbox.messages[source, self.rank, topic])

@@ -138,6 +138,7 @@ class StepDriver:
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
         window = MetricWindow(self.module, metrics, count)
+        self._expect_messages()
         self.inside_step = True
         try:
             with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
@@ -228,6 +229,17 @@ class StepDriver:
                 return step(part, *request.arguments)
 
         return run_step
+
+    def _expect_messages(self) -> None:
+        """Post the receives of what :meth:`_share` will read, so that it is there when the step ends."""
+        edges = self.edges
+        if edges is None or edges.size == 1:
+            return
+        if self.has_last_stage:
+            for rank in range(edges.size - 1):
+                edges.expect_message(rank, TOPIC_CALLS)
+        else:
+            edges.expect_message(edges.size - 1, TOPIC_RESULT)
 
     def _send_calls(self) -> None:
         """Tell the last stage what this rank's stages have logged, early enough that nobody waits for it."""

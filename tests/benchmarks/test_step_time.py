@@ -49,7 +49,6 @@ def test_one_process_costs_at_most_three_percent_over_plain_lightning() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.xfail(strict=False, reason="measured 1.06 to 1.09 on two cores; docs/log.md says what was tried")
 def test_two_stages_cost_at_most_five_percent_over_a_bare_1f1b_loop() -> None:
     options: dict[str, Any] = {
         "rounds": 6,

@@ -17,25 +17,20 @@ def exchange(_: Any) -> list[Any]:
 
     import torch.distributed as dist
 
-    from lightning_holmes.comm.mesh import build_process_groups
+    from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
     from lightning_holmes.plan.placement import Placement
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    groups = build_process_groups(
-        Placement(((0,), (1,))),
-        rank=rank,
-        backend="gloo",
-        device=torch.device("cpu"),
-        timeout=timedelta(seconds=60),
-        pairs=edge_pairs(2, 2),
-    )
+    builder = GroupBuilder(rank=rank, backend="gloo", device=torch.device("cpu"), timeout=timedelta(seconds=60))
+    groups = build_process_groups(Placement(((0,), (1,))), builder, pairs=edge_pairs(2, 2))
     edges, other = groups.edges, 1 - rank
     assert edges is not None and groups.data_parallel is None
     spec = TensorSpec((3,), torch.float32, False)
     receives = [edges.receive(other, [spec, spec]) for _ in range(3)]
     for number in range(3):
         edges.send(other, [torch.full((3,), 10.0 * rank + number), torch.full((3,), -1.0)])
+    edges.expect_message(other, 5)  # posted early, and the first part of a long message
     edges.send_message(other, 4, {"rank": rank})
     edges.send_message(other, 5, "x" * 100_000)
     edges.send_message(other, 4, [rank] * 3)
