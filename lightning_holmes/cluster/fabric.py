@@ -1,0 +1,419 @@
+"""Grouping hosts into clusters: by what their cards say of their fabric, and by who reached whom.
+
+A pure function of the inventories and of the answers to connection tests: nothing is tried here, and the order
+of the ranks does not matter. Evidence, the stronger first:
+
+1. HOLMES_CLUSTER of a host, and overrides: hosts of one name are one cluster.
+2. Connection tests between a representative of each candidate group and its other hosts.
+3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Same hints, same fabric, unless the
+   switches that SLURM or Topograph name have different tops. RoCE hosts in different subnets under one top switch
+   are one fabric if a test says so (routed RoCE v2).
+
+A host with several fabrics goes to the cluster with the most hosts, then the fastest. A host whose RDMA ports are
+all down goes where its hints say, and the cluster notes that it must fall back to Ethernet. Hosts without RDMA
+form clusters by the subnet of their main interface.
+
+    topology = group_hosts(inventories, reachable=lambda one, other: None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.interfaces import subnet_of
+from lightning_holmes.cluster.live_host import LiveHost, merge_ranks
+from lightning_holmes.cluster.network import TRANSPORT_KINDS, Cluster, Host, Nic, TransportKind
+from lightning_holmes.cluster.rdma import DEFAULT_PREFIX, RdmaPort
+from lightning_holmes.cluster.sysfs import natural_key
+from lightning_holmes.cluster.topology import Topology
+
+RDMA_KINDS: tuple[TransportKind, ...] = ("infiniband", "roce")
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NicEnd:
+    """A NIC of a host, as connection tests name it."""
+
+    host: str
+    nic: str
+
+
+# Whether the second answered the first over these NICs; None: not tried, or it cannot be tried.
+Reachable = Callable[[NicEnd, NicEnd], "bool | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A host in a fabric, with the cards by which it is in it. The first one stands for all."""
+
+    host: LiveHost
+    nics: tuple[Nic, ...]
+
+    @property
+    def end(self) -> NicEnd:
+        return NicEnd(self.host.name, self.nics[0].name)
+
+    @property
+    def rate(self) -> float:
+        return max((nic.bandwidth_bytes_per_s or 0.0 for nic in self.nics), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fabric:
+    """Hosts that reach each other over one kind of network. The first member was tested against the others."""
+
+    kind: TransportKind
+    name: str
+    members: tuple[_Member, ...]
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        return frozenset(member.host.name for member in self.members)
+
+
+def group_hosts(
+    inventories: Sequence[HostInventory],
+    *,
+    reachable: Reachable | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Topology:
+    """The topology of a job: clusters, their hosts and ranks, without speeds.
+
+    Args:
+        inventories: one a rank.
+        reachable: what connection tests gave; see :data:`Reachable`. Without it hints alone decide.
+        overrides: cluster by host name; wins over HOLMES_CLUSTER.
+    """
+    hosts = merge_ranks(inventories, overrides)
+    return _Grouping(hosts, reachable or (lambda one, other: None)).topology()
+
+
+class _Grouping:
+    """One run of group_hosts."""
+
+    def __init__(self, hosts: Sequence[LiveHost], reachable: Reachable) -> None:
+        self.hosts = hosts
+        self.reachable = reachable
+        self.warnings: list[str] = []
+
+    def topology(self) -> Topology:
+        fabrics = self.find_rdma_fabrics()
+        groups: list[tuple[str | None, TransportKind, str, list[LiveHost]]] = []  # name, kind, fabric, hosts
+        chosen: dict[str, list[LiveHost]] = {}
+        for host in self.hosts:
+            if host.cluster is not None:
+                chosen.setdefault(host.cluster, []).append(host)
+        for name in sorted(chosen):
+            kind, fabric = _fabric_of_chosen(name, chosen[name], fabrics)
+            groups.append((name, kind, fabric, chosen[name]))
+        free = [host for host in self.hosts if host.cluster is None]
+        found = _cover(free, fabrics)
+        placed = {host.name for _, members in found for host in members}
+        left = self.join_by_hints([host for host in free if host.name not in placed], found)
+        groups += [(None, fabric.kind, fabric.name, members) for fabric, members in found]
+        for plain in self.find_fabrics("ethernet", [(host, _ethernet_nics(host)) for host in left]):
+            groups.append((None, "ethernet", plain.name, [member.host for member in plain.members]))
+        names = _names(groups)
+        fabric_names = {
+            (m.host.name, nic.name): fabric.name for fabric in fabrics for m in fabric.members for nic in m.nics
+        }
+        clusters = [
+            self.make_cluster(name, kind, fabric, members, fabric_names, given is not None)
+            for name, (given, kind, fabric, members) in zip(names, groups, strict=True)
+        ]
+        clusters.sort(
+            key=lambda cluster: (TRANSPORT_KINDS.index(cluster.fabric or "ethernet"), natural_key(cluster.name))
+        )
+        return Topology(clusters=tuple(clusters), warnings=tuple(dict.fromkeys(self.warnings)))
+
+    # Fabrics
+
+    def find_rdma_fabrics(self) -> list[_Fabric]:
+        """All RDMA fabrics, of the ports that are up."""
+        fabrics: list[_Fabric] = []
+        for kind in RDMA_KINDS:
+            candidates = []
+            for host in self.hosts:
+                ports = {port.name: port for port in host.inventory.rdma if port.kind == kind and port.up}
+                nics = [nic for nic in host.inventory.nics() if nic.name in ports]
+                candidates.append((host, [(nic, _rdma_hint(ports[nic.name])) for nic in nics]))
+            fabrics += self.find_fabrics(kind, candidates)
+        return fabrics
+
+    def find_fabrics(
+        self, kind: TransportKind, candidates: Iterable[tuple[LiveHost, Sequence[tuple[Nic, str]]]]
+    ) -> list[_Fabric]:
+        """The fabrics of one kind: candidates are hosts with their cards and what hints at the fabric of each."""
+        by_hint: dict[str, list[_Member]] = {}
+        for host, nics in candidates:
+            for hint in dict.fromkeys(hint for _, hint in nics):
+                member = _Member(host, tuple(nic for nic, own in nics if own == hint))
+                by_hint.setdefault(hint, []).append(member)
+        fabrics: list[_Fabric] = []
+        for hint in sorted(by_hint, key=natural_key):
+            parts = self.split(kind, hint, by_hint[hint])
+            for number, part in enumerate(parts, start=1):
+                name = f"{kind}/{hint}" + (f"#{number}" if len(parts) > 1 else "")
+                fabrics.append(_Fabric(kind, name, tuple(part)))
+        return self.join_routed(fabrics) if kind == "roce" else fabrics
+
+    def split(self, kind: TransportKind, hint: str, members: Sequence[_Member]) -> list[list[_Member]]:
+        """Hosts with the same hint, parted where a test or their switches say that they are apart."""
+        parts: list[list[_Member]] = []
+        for member in members:
+            refused_by = None
+            for part in parts:
+                verdict = self.verdict(part[0], member)
+                if verdict is False:
+                    refused_by = refused_by or part[0]
+                elif verdict or _same_switches(part[0].host, member.host):
+                    part.append(member)
+                    if verdict is None:
+                        self.warn_unconfirmed(kind, hint, part[0], member)
+                    break
+            else:
+                if refused_by is not None:
+                    self.warnings.append(
+                        f"{member.host.name} ({member.nics[0].name}) looks as if it shared the {kind} fabric {hint} "
+                        f"with {refused_by.host.name} ({refused_by.nics[0].name}), but the two do not reach each "
+                        "other: they are taken as apart. If only a firewall is in the way, give both hosts the same "
+                        "HOLMES_CLUSTER"
+                    )
+                parts.append([member])
+        return parts
+
+    def verdict(self, one: _Member, other: _Member) -> bool | None:
+        first, second = one.nics[0], other.nics[0]
+        if not first.addresses or not second.addresses:
+            return None
+        if set(first.addresses) & set(second.addresses):
+            return False  # the same private address in two networks
+        return self.reachable(one.end, other.end)
+
+    def warn_unconfirmed(self, kind: TransportKind, hint: str, one: _Member, other: _Member) -> None:
+        if kind == "ethernet":
+            return
+        subnets = {one.host.ethernet_subnet, other.host.ethernet_subnet}
+        guessed = hint == _UNKNOWN or (kind == "infiniband" and hint.startswith(DEFAULT_PREFIX))
+        if guessed and one.host.top_switch is None and len(subnets) > 1:
+            self.warnings.append(
+                f"{one.host.name} and {other.host.name} are taken to share one {kind} fabric: their cards say nothing "
+                "else, no connection could be tried (no IP address on them), and their Ethernet subnets differ. If "
+                "they do not, give the hosts different values of HOLMES_CLUSTER"
+            )
+
+    def join_routed(self, fabrics: list[_Fabric]) -> list[_Fabric]:
+        """RoCE fabrics of different subnets under one top switch are one if a test between them succeeds."""
+        joined: list[_Fabric] = []
+        for fabric in fabrics:
+            for index, other in enumerate(joined):
+                top = other.members[0].host.top_switch
+                if top is None or top != fabric.members[0].host.top_switch or fabric.hosts <= other.hosts:
+                    continue
+                if self.verdict(other.members[0], fabric.members[0]):
+                    joined[index] = replace(other, members=_merge_members(other.members, fabric.members))
+                    break
+            else:
+                joined.append(fabric)
+        return joined
+
+    # Hosts whose ports are down
+
+    def join_by_hints(self, hosts: Sequence[LiveHost], found: list[tuple[_Fabric, list[LiveHost]]]) -> list[LiveHost]:
+        """Put hosts whose RDMA ports are all down where their hints say; returns those that stay without."""
+        left: list[LiveHost] = []
+        weak: dict[int, list[LiveHost]] = {}
+        for host in hosts:
+            scores = []
+            for index, (fabric, members) in enumerate(found):
+                evidence = _evidence(host, fabric)
+                if evidence is not None and any(evidence):
+                    scores.append((evidence, len(members), -index))
+            if not scores:
+                left.append(host)
+                continue
+            evidence, _, index = max(scores)
+            if any(evidence[:3]):
+                found[-index][1].append(host)
+            else:
+                weak.setdefault(-index, []).append(host)
+        for index, guests in weak.items():
+            # On weak evidence only a minority joins: the fabric's hosts would all fall back to Ethernet with them.
+            alone = len([fabric for fabric, _ in found if fabric.kind == found[index][0].kind]) == 1
+            if alone and len(guests) < len(found[index][0].members):
+                found[index][1].extend(guests)
+            else:
+                left += guests
+        for _, members in found:
+            members.sort(key=lambda host: natural_key(host.name))
+        for host in left:
+            down = ", ".join(port.name for port in host.down_ports())
+            if down:
+                self.warnings.append(f"{host.name}: {down} down, and no other host shares its fabric; it uses Ethernet")
+        return sorted(left, key=lambda host: natural_key(host.name))
+
+    # The result
+
+    def make_cluster(
+        self,
+        name: str,
+        kind: TransportKind,
+        fabric: str,
+        members: Sequence[LiveHost],
+        fabric_names: Mapping[tuple[str, str], str],
+        given: bool,
+    ) -> Cluster:
+        hosts = []
+        without = []
+        for member in members:
+            nics = []
+            for nic in member.inventory.nics():
+                own = fabric_names.get((member.name, nic.name))
+                if nic.kind == kind and kind != "ethernet" and (own is None or (given and fabric == f"{kind}/{name}")):
+                    own = fabric  # the fabric of a port that is down, or the one that the user's word makes
+                elif nic.kind == "ethernet":
+                    own = _ethernet_hint(member, nic)
+                    own = f"ethernet/{own}" if own != _UNKNOWN else None
+                nics.append(replace(nic, fabric=own))
+            host = Host(name=member.name, devices=len(member.ranks), nics=tuple(nics), ranks=member.ranks)
+            hosts.append(host)
+            if kind != "ethernet" and host.nic_of(kind, fabric) is None:
+                down = [port for port in member.down_ports() if port.kind == kind]
+                what = ", ".join(f"{port.name} is down ({_why_down(port)})" for port in down)
+                without.append(f"host {member.name}: {what or f'no {kind} card on the fabric {fabric}'}")
+        fallback = "; ".join(without) or None
+        if fallback is not None:
+            self.warnings.append(f"cluster {name}: {fallback}; groups with this host use Ethernet")
+        return Cluster(name=name, hosts=tuple(hosts), fabric=kind, fallback=fallback)
+
+
+def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_Fabric, list[LiveHost]]]:
+    """Deal hosts to fabrics: again and again the fabric with the most hosts left, then the fastest."""
+    remaining = {host.name for host in free}
+    found: list[tuple[_Fabric, list[LiveHost]]] = []
+    left = list(fabrics)  # in the order of their names, so that the first of equals is always the same
+    while left:
+        members = {f.name: [member for member in f.members if member.host.name in remaining] for f in left}
+        best = max(
+            left,
+            key=lambda f: (
+                len(members[f.name]),
+                min((member.rate for member in members[f.name]), default=0.0),
+                -TRANSPORT_KINDS.index(f.kind),
+            ),
+        )
+        if not members[best.name]:
+            break
+        found.append((best, [member.host for member in members[best.name]]))
+        remaining -= {member.host.name for member in members[best.name]}
+        left.remove(best)
+    return found
+
+
+def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool, bool] | None:
+    """What speaks for a host with down ports being on a fabric: IP subnet, prefix, switches, Ethernet subnet."""
+    ports = [port for port in host.down_ports() if port.kind == fabric.kind]
+    if not ports:
+        return None
+    theirs = [(member.host, port) for member in fabric.members for port in _ports_of(member)]
+    subnets = {subnet for _, port in theirs for subnet in _subnets(port)}
+    own = {subnet for port in ports for subnet in _subnets(port)}
+    if own and subnets and not own & subnets:
+        return None  # another subnet: another fabric
+    prefixes = {port.subnet_prefix for _, port in theirs if port.subnet_prefix is not None}
+    own_prefixes = {port.subnet_prefix for port in ports if port.subnet_prefix is not None}
+    if own_prefixes and prefixes and not own_prefixes & prefixes:
+        return None
+    tops = {member.top_switch for member, _ in theirs} - {None}
+    if host.top_switch is not None and tops and host.top_switch not in tops:
+        return None
+    return (
+        bool(own & subnets),
+        bool((own_prefixes & prefixes) - {DEFAULT_PREFIX}),
+        host.top_switch is not None and host.top_switch in tops,
+        host.ethernet_subnet is not None and host.ethernet_subnet in {member.ethernet_subnet for member, _ in theirs},
+    )
+
+
+def _ports_of(member: _Member) -> list[RdmaPort]:
+    names = {nic.name for nic in member.nics}
+    return [port for port in member.host.inventory.rdma if port.name in names]
+
+
+def _subnets(port: RdmaPort) -> set[str]:
+    return {subnet for subnet in map(subnet_of, port.addresses) if subnet is not None}
+
+
+def _rdma_hint(port: RdmaPort) -> str:
+    """What a port that is up says of its fabric."""
+    if port.kind == "infiniband":
+        prefix = port.subnet_prefix or _UNKNOWN
+        return f"{prefix}/{port.sm_lid}" if port.sm_lid is not None else prefix
+    return next((subnet for subnet in map(subnet_of, port.addresses) if subnet is not None), _UNKNOWN)
+
+
+def _ethernet_nics(host: LiveHost) -> list[tuple[Nic, str]]:
+    """The main interface with its subnet; a host without any interface stands alone under its own name."""
+    nic = host.main_nic()
+    if nic is None:
+        return [(Nic(name="none", kind="ethernet", up=False), f"{_UNKNOWN} {host.name}")]
+    return [(nic, _ethernet_hint(host, nic))]
+
+
+def _ethernet_hint(host: LiveHost, nic: Nic) -> str:
+    addresses = next((i.addresses for i in host.inventory.interfaces if i.name == nic.name), ())
+    return next((subnet for subnet in map(subnet_of, addresses) if subnet is not None), _UNKNOWN)
+
+
+def _same_switches(one: LiveHost, other: LiveHost) -> bool:
+    """Not known to be under different top switches."""
+    first, second = one.top_switch, other.top_switch
+    return first is None or second is None or first[0] != second[0] or first == second
+
+
+def _merge_members(first: Sequence[_Member], second: Sequence[_Member]) -> tuple[_Member, ...]:
+    merged = {member.host.name: member for member in first}
+    for member in second:
+        known = merged.get(member.host.name)
+        merged[member.host.name] = _Member(member.host, (*known.nics, *member.nics)) if known else member
+    return tuple(merged.values())
+
+
+def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> tuple[TransportKind, str]:
+    """Kind and fabric of a cluster that the user named: the kind that all its hosts have, up or down."""
+    names = {host.name for host in hosts}
+    for kind in RDMA_KINDS:
+        if not all(any(port.kind == kind for port in host.inventory.rdma) for host in hosts):
+            continue
+        shared = [fabric for fabric in fabrics if fabric.kind == kind and names <= fabric.hosts]
+        return kind, shared[0].name if shared else f"{kind}/{name}"
+    return "ethernet", f"ethernet/{name}"
+
+
+def _names(groups: Sequence[tuple[str | None, TransportKind, str, list[LiveHost]]]) -> list[str]:
+    """The names the user gave; else the kind, numbered by fabric and first host if there are several."""
+    taken = {given for given, _, _, _ in groups if given is not None}
+    names: dict[int, str] = {}
+    for kind in TRANSPORT_KINDS:
+        mine = [index for index, (given, own, _, _) in enumerate(groups) if given is None and own == kind]
+        mine.sort(key=lambda index: (natural_key(groups[index][2]), natural_key(groups[index][3][0].name)))
+        number = 0
+        for index in mine:
+            name = kind
+            while len(mine) > 1 or name in taken:
+                number += 1
+                name = f"{kind}-{number}"
+                if name not in taken:
+                    break
+            names[index] = name
+            taken.add(name)
+    return [given if given is not None else names[index] for index, (given, _, _, _) in enumerate(groups)]
+
+
+def _why_down(port: RdmaPort) -> str:
+    if port.state == "ACTIVE":
+        return f"its interface {port.interface} is down"
+    return f"state {port.state or 'unknown'}"

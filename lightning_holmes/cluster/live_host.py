@@ -1,0 +1,93 @@
+"""LiveHost: one host of a job with the ranks that run on it, made from the inventories of all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.interfaces import subnet_of
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.rdma import RdmaPort
+from lightning_holmes.cluster.sysfs import natural_key
+from lightning_holmes.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveHost:
+    """name: unique in the job. cluster: the one that the user chose for it, or None."""
+
+    name: str
+    ranks: tuple[int, ...]
+    inventory: HostInventory
+    cluster: str | None = None
+
+    @property
+    def top_switch(self) -> tuple[str, str] | None:
+        """Source and name of the switch above all others, if known."""
+        inventory = self.inventory
+        if not inventory.switches or inventory.switches_source is None:
+            return None
+        return inventory.switches_source, inventory.switches[0]
+
+    @property
+    def ethernet_subnet(self) -> str | None:
+        """The subnet of the main interface; None if it has none, or an address that says nothing."""
+        main = self.inventory.main
+        return subnet_of(main.addresses[0]) if main is not None and main.addresses else None
+
+    def main_nic(self) -> Nic | None:
+        """The first Ethernet card: that of the main interface."""
+        return next((nic for nic in self.inventory.nics() if nic.kind == "ethernet"), None)
+
+    def down_ports(self) -> tuple[RdmaPort, ...]:
+        """The RDMA ports that cannot be used."""
+        return tuple(port for port in self.inventory.rdma if not port.up)
+
+
+def merge_ranks(
+    inventories: Sequence[HostInventory], overrides: Mapping[str, str] | None = None
+) -> tuple[LiveHost, ...]:
+    """The hosts of a job by name, from one inventory a rank.
+
+    Hosts that share a name (namespaces of one machine, machines called localhost) are numbered by identity.
+    overrides: cluster by host name; it wins over HOLMES_CLUSTER.
+    """
+    overrides = overrides or {}
+    ranks: dict[str, list[int]] = {}
+    for rank, inventory in enumerate(inventories):
+        ranks.setdefault(inventory.identity, []).append(rank)
+    first = {identity: inventories[mine[0]] for identity, mine in ranks.items()}
+    names = {identity: inventory.name for identity, inventory in first.items()}
+    shared = {name for name, count in Counter(names.values()).items() if count > 1}
+    for name in sorted(shared):
+        alike = sorted(identity for identity in names if first[identity].name == name)
+        number = 0
+        for identity in alike:
+            number += 1
+            while f"{name}-{number}" in names.values():
+                number += 1
+            names[identity] = f"{name}-{number}"
+    for identity, mine in ranks.items():
+        clusters = {inventories[rank].cluster for rank in mine}
+        if len(clusters) > 1:
+            shown = ", ".join(f"rank {rank}: {inventories[rank].cluster}" for rank in mine)
+            raise ConfigurationError(
+                f"HOLMES_CLUSTER differs between the processes of host {names[identity]} ({shown}); set one value a host"
+            )
+    unknown = sorted(set(overrides) - set(names.values()))
+    if unknown:
+        raise ConfigurationError(
+            f"a cluster is given for host {unknown[0]!r}, but the job runs on {', '.join(sorted(names.values()))}"
+        )
+    hosts = [
+        LiveHost(
+            name=names[identity],
+            ranks=tuple(mine),
+            inventory=first[identity],
+            cluster=overrides.get(names[identity], first[identity].cluster),
+        )
+        for identity, mine in ranks.items()
+    ]
+    return tuple(sorted(hosts, key=lambda host: natural_key(host.name)))

@@ -1,0 +1,311 @@
+"""Grouping: which hosts become one cluster, for every kind of evidence."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_holmes.cluster.fabric import NicEnd, group_hosts
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.interfaces import Interface
+from lightning_holmes.cluster.rdma import DEFAULT_PREFIX, RdmaPort
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+
+
+def infiniband(
+    *,
+    prefix: str | None = DEFAULT_PREFIX,
+    lid: int | None = 1,
+    ip: str | None = None,
+    up: bool = True,
+    name: str = "mlx5_0",
+) -> RdmaPort:
+    return RdmaPort(
+        name=name,
+        device=name,
+        port=1,
+        kind="infiniband",
+        rate_bytes_per_s=25e9,
+        state="ACTIVE" if up else "DOWN",
+        up=up,
+        sm_lid=lid if up else None,
+        subnet_prefix=prefix,
+        interface="ib0" if ip else None,
+        addresses=(ip,) if ip else (),
+    )
+
+
+def roce(ip: str | None, *, up: bool = True, name: str = "mlx5_1", rate: float = 12.5e9) -> RdmaPort:
+    return RdmaPort(
+        name=name,
+        device=name,
+        port=1,
+        kind="roce",
+        rate_bytes_per_s=rate,
+        state="ACTIVE",
+        up=up,
+        interface="fast0",
+        addresses=(ip,) if ip else (),
+    )
+
+
+def host(name: str, *rdma: RdmaPort, eth: str | None = "10.0.0.{}/24", **more: object) -> HostInventory:
+    number = sum(map(ord, name)) % 200 + 1
+    interfaces = [Interface(name="eth0", kind="ethernet", up=True, addresses=(eth.format(number),))] if eth else []
+    return replace(
+        HostInventory(
+            name=name,
+            identity=name,
+            rdma=rdma,
+            interfaces=tuple(interfaces),
+            main_interface="eth0" if eth else None,
+        ),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def clusters(topology: Topology) -> dict[str, str]:
+    return {cluster.name: " ".join(host.name for host in cluster.hosts) for cluster in topology.clusters}
+
+
+def group(inventories: Sequence[HostInventory], apart: Sequence[tuple[str, str]] = (), tests: bool = False) -> Topology:
+    """With connection tests: all pairs reach each other but those in ``apart``."""
+
+    def reachable(one: NicEnd, other: NicEnd) -> bool | None:
+        separate = (one.host, other.host) in apart or (other.host, one.host) in apart
+        return not separate if tests or apart else None
+
+    return group_hosts(inventories, reachable=reachable)
+
+
+def test_infiniband_here_roce_there_in_any_order_of_ranks() -> None:
+    inventories = [
+        *[host(f"ib{index}", infiniband()) for index in (1, 2, 10)],
+        *[host(f"ro{index}", roce(f"10.7.0.{index}/16")) for index in (1, 2)],
+    ] * 2
+    expected = group(inventories)
+    assert clusters(expected) == {"infiniband": "ib1 ib2 ib10", "roce": "ro1 ro2"}
+    assert [cluster.fabric for cluster in expected.clusters] == ["infiniband", "roce"]
+    assert expected.warnings == ()
+    for seed in range(5):
+        order = list(range(len(inventories)))
+        random.Random(seed).shuffle(order)
+        shuffled = group([inventories[index] for index in order])
+        assert clusters(shuffled) == clusters(expected)
+        for rank, index in enumerate(order):
+            assert shuffled.host_of_rank(rank).name == inventories[index].name
+        plain = [replace(h, ranks=None) for h in shuffled.hosts]
+        assert plain == [replace(h, ranks=None) for h in expected.hosts]
+    nic = expected.host_of_rank(3).nics[0]
+    assert (nic.fabric, nic.addresses, nic.up) == ("roce/10.7.0.0/16", ("10.7.0.1",), True)
+
+
+def test_three_unequal_clusters_one_without_rdma() -> None:
+    topology = group(
+        [
+            *[host(f"a{index}", infiniband(prefix="fec0:0000:0000:0001")) for index in range(2)],
+            *[host(f"b{index}", infiniband(prefix="fec0:0000:0000:0002")) for index in range(4)],
+            *[host(f"c{index}") for index in range(3)],
+        ]
+    )
+    assert clusters(topology) == {"infiniband-1": "a0 a1", "infiniband-2": "b0 b1 b2 b3", "ethernet": "c0 c1 c2"}
+    assert topology.clusters[2].fabric == "ethernet"
+
+
+def test_another_subnet_manager_is_another_fabric() -> None:
+    topology = group([host("a", infiniband(lid=1)), host("b", infiniband(lid=7)), host("c", infiniband(lid=1))])
+    assert clusters(topology) == {"infiniband-1": "a c", "infiniband-2": "b"}
+
+
+def test_all_ethernet() -> None:
+    assert clusters(group([host("a"), host("b")])) == {"ethernet": "a b"}
+    apart = group([host("a"), host("b", eth="10.1.0.{}/24"), host("c")])
+    assert clusters(apart) == {"ethernet-1": "a c", "ethernet-2": "b"}
+    # host routes, as some clouds give, say nothing of the subnet
+    assert clusters(group([host("a", eth="10.0.0.{}/32"), host("b", eth="10.0.7.{}/32")])) == {"ethernet": "a b"}
+    assert clusters(group([host("a", eth=None), host("b", eth=None)])) == {"ethernet-1": "a", "ethernet-2": "b"}
+
+
+def test_connection_tests_part_what_hints_join() -> None:
+    inventories = [host(name, infiniband(ip=f"10.8.0.{index}/24")) for index, name in enumerate("abcd", start=1)]
+    assert clusters(group(inventories)) == {"infiniband": "a b c d"}
+    topology = group(inventories, apart=[("a", "c"), ("a", "d")])
+    assert clusters(topology) == {"infiniband-1": "a b", "infiniband-2": "c d"}
+    assert "c (mlx5_0)" in topology.warnings[0] and "HOLMES_CLUSTER" in topology.warnings[0]
+    fabrics = [cluster.hosts[0].nics[0].fabric for cluster in topology.clusters]
+    assert fabrics == [f"infiniband/{DEFAULT_PREFIX}/1#1", f"infiniband/{DEFAULT_PREFIX}/1#2"]
+
+
+def test_the_same_private_address_twice_is_two_networks() -> None:
+    inventories = [host("a", roce("10.8.0.1/24")), host("b", roce("10.8.0.2/24")), host("c", roce("10.8.0.1/24"))]
+    assert len(group(inventories).clusters) == 2
+
+
+def test_switches_part_what_cannot_be_tried() -> None:
+    def under(name: str, top: str, **more: object) -> HostInventory:
+        return host(name, infiniband(**more), switches=(top, "leaf"), switches_source="slurm")  # type: ignore[arg-type]
+
+    inventories = [under("a", "s1"), under("b", "s2"), under("c", "s1")]
+    assert clusters(group(inventories)) == {"infiniband-1": "a c", "infiniband-2": "b"}
+    # a test knows better: SLURM may describe racks only
+    tried = [under(name, top, ip=f"10.8.0.{i}/24") for i, (name, top) in enumerate([("a", "s1"), ("b", "s2")])]
+    assert clusters(group(tried, tests=True)) == {"infiniband": "a b"}
+    # hints of different sources are not compared
+    mixed = [inventories[0], replace(inventories[1], switches_source="topograph")]
+    assert clusters(group(mixed)) == {"infiniband": "a b"}
+
+
+def test_routed_roce_needs_one_top_switch_and_a_test() -> None:
+    racks = [
+        host(f"r{index}", roce(f"10.{index}.0.1/24"), switches=("core",), switches_source="topograph")
+        for index in (1, 2, 3)
+    ]
+    assert len(group(racks).clusters) == 3
+    assert clusters(group(racks, tests=True)) == {"roce": "r1 r2 r3"}
+    assert clusters(group(racks, apart=[("r1", "r3"), ("r2", "r3")])) == {"roce-1": "r1 r2", "roce-2": "r3"}
+    assert len(group([replace(rack, switches=()) for rack in racks], tests=True).clusters) == 3
+
+
+def test_a_host_with_two_fabrics_goes_to_the_larger_then_the_faster() -> None:
+    gate = host("gate", infiniband(), roce("10.7.0.9/24"))
+    ib = [host(f"ib{index}", infiniband()) for index in range(2)]
+    ro = [host(f"ro{index}", roce(f"10.7.0.{index}/24")) for index in range(3)]
+    assert clusters(group([gate, *ib, *ro])) == {"infiniband": "ib0 ib1", "roce": "gate ro0 ro1 ro2"}
+    assert clusters(group([*ro[:2], gate, *ib])) == {"infiniband": "gate ib0 ib1", "roce": "ro0 ro1"}
+    both = [host(f"h{index}", infiniband(), roce(f"10.7.0.{index}/24")) for index in range(2)]
+    (cluster,) = group(both).clusters
+    assert cluster.fabric == "infiniband"
+    assert [nic.fabric for nic in cluster.hosts[0].nics][1] == "roce/10.7.0.0/24"
+
+
+def test_rails_make_one_cluster() -> None:
+    hosts = [
+        host(f"h{index}", *[roce(f"10.{rail}.0.{index + 1}/24", name=f"mlx5_{rail}") for rail in range(8)])
+        for index in range(4)
+    ]
+    (cluster,) = group(hosts).clusters
+    assert len(cluster.hosts) == 4 and cluster.fabric == "roce"
+    assert len({nic.fabric for nic in cluster.hosts[0].nics if nic.kind == "roce"}) == 8
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        (roce("10.7.0.1/24"), roce("10.7.0.2/24", up=False)),
+        (infiniband(ip="10.7.0.1/24"), infiniband(ip="10.7.0.2/24", up=False)),
+        (infiniband(prefix="fec0:0000:0000:0001"), infiniband(prefix="fec0:0000:0000:0001", up=False)),
+    ],
+)
+def test_a_down_nic_still_hints_at_its_fabric(up: RdmaPort, down: RdmaPort) -> None:
+    other = infiniband(prefix="fec0:0000:0000:0009") if up.kind == "infiniband" else infiniband()
+    topology = group([host("x", other), host("y", other), host("a", up), host("b", down)])
+    name = f"{up.kind}-1" if other.kind == up.kind else up.kind
+    by_hosts = {hosts: name for name, hosts in clusters(topology).items()}
+    assert set(by_hosts) == {"a b", "x y"}, name
+    cluster = topology.cluster_of_rank(3)
+    assert cluster.fabric == up.kind
+    assert cluster.fallback is not None and "host b: " in cluster.fallback and "is down" in cluster.fallback
+    assert any(cluster.fallback in warning and "Ethernet" in warning for warning in topology.warnings)
+    nic_a, nic_b = (host.nics[0] for host in cluster.hosts)
+    assert (nic_a.up, nic_b.up) == (True, False) and nic_a.fabric == nic_b.fabric
+    assert topology.cluster_of_rank(0).fallback is None
+
+
+def test_down_nics_without_evidence() -> None:
+    # only the default prefix and a common Ethernet: a minority joins, as many as are up do not
+    up, down = infiniband(), infiniband(up=False)
+    assert clusters(group([host("a", up), host("b", up), host("c", down)])) == {"infiniband": "a b c"}
+    assert clusters(group([host("a", up), host("b", down)])) == {"infiniband": "a", "ethernet": "b"}
+    elsewhere = host("c", down, eth="10.9.0.{}/24")
+    assert clusters(group([host("a", up), host("b", up), elsewhere])) == {"infiniband": "a b", "ethernet": "c"}
+    # all down: no fabric at all
+    topology = group([host("a", down), host("b", down)])
+    assert clusters(topology) == {"ethernet": "a b"}
+    assert any("a: mlx5_0 down" in warning for warning in topology.warnings)
+    # another IP subnet is evidence against
+    topology = group(
+        [host("a", roce("10.7.0.1/24")), host("z", roce("10.7.0.2/24")), host("b", roce("10.8.0.2/24", up=False))]
+    )
+    assert clusters(topology) == {"roce": "a z", "ethernet": "b"}
+
+
+def test_a_working_second_fabric_is_better_than_a_down_first_one() -> None:
+    hosts = [
+        host("a", infiniband(ip="10.1.0.1/24"), roce("10.2.0.1/24")),
+        host("b", infiniband(ip="10.1.0.2/24", up=False), roce("10.2.0.2/24")),
+    ]
+    (cluster,) = group(hosts).clusters
+    assert (cluster.fabric, cluster.fallback) == ("roce", None)
+
+
+def test_holmes_cluster_wins() -> None:
+    inventories = [
+        host("a", roce("10.1.0.1/24"), cluster="berlin"),
+        host("b", roce("10.2.0.1/24"), cluster="berlin"),
+        host("c", infiniband(), cluster="roce"),
+        host("d", infiniband()),
+        host("e", roce("10.3.0.1/24")),
+    ]
+    topology = group(inventories, apart=[("a", "b")])
+    assert clusters(topology) == {"berlin": "a b", "roce": "c", "infiniband": "d", "roce-1": "e"}
+    berlin = topology.cluster_of_rank(0)
+    assert berlin.fabric == "roce" and berlin.fallback is None
+    assert {h.nics[0].fabric for h in berlin.hosts} == {"roce/berlin"}
+    mixed = group([replace(inventories[0], cluster="x"), replace(inventories[2], cluster="x")])
+    assert mixed.clusters[0].fabric == "ethernet"
+    overridden = group_hosts(inventories, overrides={"e": "berlin", "a": "other"})
+    assert clusters(overridden)["berlin"] == "b e" and clusters(overridden)["other"] == "a"
+
+
+def test_host_names() -> None:
+    topology = group([host("vm", identity="vm/1"), host("vm", identity="vm/2"), host("vm-1")])
+    assert [h.name for h in topology.hosts] == ["vm-1", "vm-2", "vm-3"]
+    with pytest.raises(ConfigurationError, match=r"HOLMES_CLUSTER differs .* host a \(rank 0: x, rank 1: None\)"):
+        group([host("a", cluster="x"), host("a")])
+    with pytest.raises(ConfigurationError, match=r"host 'q', but the job runs on a"):
+        group_hosts([host("a")], overrides={"q": "x"})
+
+
+_PORTS: st.SearchStrategy[Callable[[int], tuple[RdmaPort, ...]]] = st.sampled_from(
+    [
+        lambda index: (),
+        lambda index: (infiniband(),),
+        lambda index: (infiniband(up=False),),
+        lambda index: (infiniband(prefix="fec0:0000:0000:0001"),),
+        lambda index: (roce(f"10.1.0.{index + 1}/24"),),
+        lambda index: (roce(f"10.1.0.{index + 1}/24", up=False),),
+        lambda index: (roce(f"10.2.0.{index + 1}/24"), infiniband()),
+        lambda index: (roce(None),),
+    ]
+)
+
+
+@given(
+    kinds=st.lists(_PORTS, min_size=1, max_size=10),
+    seed=st.integers(0, 1000),
+    apart=st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8),
+    named=st.sets(st.integers(0, 9), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_host_in_one_cluster_whatever_there_is(
+    kinds: list[Callable[[int], tuple[RdmaPort, ...]]], seed: int, apart: set[tuple[int, int]], named: set[int]
+) -> None:
+    inventories = [
+        host(f"h{index}", *ports(index), eth=f"10.0.0.{index + 1}/24", cluster="mine" if index in named else None)
+        for index, ports in enumerate(kinds)
+    ]
+    pairs = [(f"h{one}", f"h{other}") for one, other in apart]
+    topology = group(inventories, apart=pairs)
+    assert sorted(host.name for host in topology.hosts) == sorted(inventory.name for inventory in inventories)
+    order = list(range(len(inventories)))
+    random.Random(seed).shuffle(order)
+    assert clusters(group([inventories[index] for index in order], apart=pairs)) == clusters(topology)
+    assert Topology.from_yaml_text(topology.to_yaml()) == topology
+    for cluster in topology.clusters:
+        if cluster.fabric in ("infiniband", "roce") and cluster.fallback is None:
+            shared = [{nic.fabric for nic in h.nics if nic.up and nic.kind == cluster.fabric} for h in cluster.hosts]
+            assert set.intersection(*shared)
