@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -240,6 +240,9 @@ class CostModel:
             backward,
         )
 
+    def _both_seconds(self, run: RunShape, rank: int, layer: LayerCost) -> float:
+        return sum(self.layer_seconds(run, rank, layer)[:2])
+
     def place_seconds(self, run: RunShape, rank: int, place: LayerCost) -> tuple[float, float]:
         """Forward and backward seconds of what runs before or after the layers."""
         speed = self.facts(run.layout).speeds[rank] * run.layout.tensor
@@ -254,18 +257,17 @@ class CostModel:
         for rank in range(ranks):
             key = (facts.speeds[rank], *facts.tensor_channels[rank])
             if key not in rows:
-                each = {layer: sum(self.layer_seconds(run, rank, layer)[:2]) for layer in set(model.layers)}
-                rows[key] = tuple(each[layer] for layer in model.layers)
+                rows[key] = _row(model.layers, partial(self._both_seconds, run, rank))
             seconds.append(rows[key])
         in_flight = stage_in_flight(run.schedule, ranks, run.num_microbatches, run.num_chunks)
         layer_bytes = limits = None
         before_bytes = after_bytes = 0.0
         if limit_memory:
-            byte_rows = {count: self._byte_row(run, model.layers, count) for count in set(in_flight)}
+            byte_rows = {count: _row(model.layers, partial(self._place_bytes, run, count)) for count in set(in_flight)}
             layer_bytes = tuple(byte_rows[count] for count in in_flight)
-            before_bytes = self._place_bytes(run, model.before, in_flight[0])
-            after_bytes = self._place_bytes(run, model.after, in_flight[-1])
-            transient = max(self._transient(run, layer) for layer in set(self._plain(run).layers))
+            before_bytes = self._place_bytes(run, in_flight[0], model.before)
+            after_bytes = self._place_bytes(run, in_flight[-1], model.after)
+            transient = max(_row(self._plain(run).layers, lambda layer: self._transient(run, layer)))
             limits = tuple(max(0.0, memory - transient) for memory in facts.memory)
         return Balance(
             seconds=tuple(seconds),
@@ -287,14 +289,18 @@ class CostModel:
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage = [], [], [], []
         static, update, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-        known: dict[tuple[int, LayerCost], tuple[float, float, float, float]] = {}
+        known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
             rank = stage % ranks
             own = partition.layers_of(stage)
             layers = [model.layers[index] for index in own]
-            for layer in set(layers):
-                known.setdefault((rank, layer), self.layer_seconds(run, rank, layer))
-            sums = [math.fsum(known[rank, layer][part] for layer in layers) for part in range(4)]
+            costs = []
+            for layer in layers:
+                key = (facts.speeds[rank], *facts.tensor_channels[rank], id(layer))  # equal layers are one object
+                if key not in known:
+                    known[key] = self.layer_seconds(run, rank, layer)
+                costs.append(known[key])
+            sums = [math.fsum(cost[part] for cost in costs) for part in range(4)]
             places = list(layers)
             for at, place in ((0, model.before), (last, model.after)):
                 if stage == at:
@@ -363,11 +369,13 @@ class CostModel:
             if stage < partition.num_stages - 1:
                 following = self._host[layout.devices_of((stage + 1) % layout.pipeline)]
                 moved = model.layers[own[-1]].activation_bytes * run.num_microbatches
-                for first, second in zip(devices.ravel().tolist(), following.ravel().tolist(), strict=True):
+                pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
+                for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
                     if first != second:
-                        here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
-                        here[first] += int(moved)
-                        here[second] += int(moved)  # the gradient comes back
+                        transport = self.network.between_hosts(int(first), int(second)).transport
+                        here = sent.setdefault(transport, Counter())
+                        here[int(first)] += int(moved * number)
+                        here[int(second)] += int(moved * number)  # the gradient comes back
         return {transport: float(max(counts.values())) for transport, counts in sent.items()}
 
     def peak_flops_per_s(self) -> float:
@@ -390,11 +398,7 @@ class CostModel:
         trained = place.trained_bytes * (training.gradient_ratio + training.state_ratio / shards)
         return (place.parameter_bytes + trained) / layout.tensor
 
-    def _byte_row(self, run: RunShape, layers: Sequence[LayerCost], in_flight: float) -> tuple[float, ...]:
-        each = {layer: self._place_bytes(run, layer, in_flight) for layer in set(layers)}
-        return tuple(each[layer] for layer in layers)
-
-    def _place_bytes(self, run: RunShape, place: LayerCost, in_flight: float) -> float:
+    def _place_bytes(self, run: RunShape, in_flight: float, place: LayerCost) -> float:
         return self._static(run, place) + in_flight * place.held_bytes / run.layout.tensor
 
     def _transient(self, run: RunShape, layer: LayerCost) -> float:
@@ -453,7 +457,7 @@ class CostModel:
                 channel = Channel(channel.transport, shared(channel.bytes_per_s, sharers), channel.latency_s)
                 cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
             groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards))
-            together = max((np.unique(row).tolist() for row in own), key=len)
+            together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
             tensors.append((self.network.group(together), len(together)))
         routes = {}
         if layout.pipeline > 1:
@@ -491,6 +495,15 @@ class CostModel:
                 worst = slowest, route
         assert worst is not None
         return worst[1]
+
+
+def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tuple[float, ...]:
+    """value of each layer; asked once for layers that are one object, as equal ones of a ModelCost's copies are."""
+    each: dict[int, float] = {}
+    for layer in layers:
+        if id(layer) not in each:
+            each[id(layer)] = value(layer)
+    return tuple([each[id(layer)] for layer in layers])
 
 
 @lru_cache(maxsize=4096)

@@ -170,16 +170,17 @@ class ModelCost:
         the peak of the one layer that is being recomputed is for the memory model to add.
         """
         inputs = (self.before, *self.layers[:-1])
-        layers = tuple(
-            replace(
-                layer,
-                backward=layer.backward + layer.forward,
-                fixed_backward_s=layer.fixed_backward_s + layer.fixed_forward_s,
-                held_bytes=min(layer.held_bytes, previous.activation_bytes),
-            )
-            for layer, previous in zip(self.layers, inputs, strict=True)
-        )
-        return replace(self, layers=layers)
+        alike: dict[tuple[LayerCost, float], LayerCost] = {}
+        for layer, previous in zip(self.layers, inputs, strict=True):
+            if (layer, previous.activation_bytes) not in alike:
+                alike[layer, previous.activation_bytes] = replace(
+                    layer,
+                    backward=layer.backward + layer.forward,
+                    fixed_backward_s=layer.fixed_backward_s + layer.fixed_forward_s,
+                    held_bytes=min(layer.held_bytes, previous.activation_bytes),
+                )
+        layers = [alike[layer, before.activation_bytes] for layer, before in zip(self.layers, inputs, strict=True)]
+        return replace(self, layers=tuple(layers))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON that from_data reads back as an equal ModelCost."""

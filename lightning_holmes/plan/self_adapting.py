@@ -9,8 +9,8 @@ after_bytes, stay within its limit. No cut lies behind a forbidden layer. Every 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
     solve(balance).layer_counts      # (6, 4)
 
-One chunk a rank is solved exactly by dynamic programming over cuts. Several chunks of alike layers are solved
-exactly by dealing layer by layer to the rank that is done first. Several chunks of unlike layers: a search over
+Alike layers are solved exactly by dealing layer by layer to the rank that is done first; one chunk a rank of unlike
+layers exactly by dynamic programming over cuts. Several chunks of unlike layers: a search over
 the loads of all ranks, exact unless it meets more than _MAX_STATES states at one stage (the problem holds
 PARTITION); then the answer is the best found, and proven is False.
 """
@@ -129,10 +129,10 @@ class Balanced:
 
 def solve(balance: Balance) -> Balanced:
     """The best partition. Raises NothingFitsError where memory or forbidden cuts leave none."""
-    if balance.num_chunks == 1:
-        counts, proven = _solve_one_chunk(balance), True
-    elif _all_alike(balance):
+    if _all_alike(balance):
         counts, proven = _solve_alike(balance), True
+    elif balance.num_chunks == 1:
+        counts, proven = _solve_one_chunk(balance), True
     else:
         counts, proven = _search(balance)
     if counts is None:
@@ -209,7 +209,7 @@ def _solve_alike(balance: Balance) -> tuple[int, ...] | None:
     loads = [chunks * seconds for seconds in each]  # every stage has one layer to begin with
     loads[0] += balance.before_seconds
     loads[-1] += balance.after_seconds
-    most = [_most_layers(balance, rank) for rank in range(ranks)]
+    most = [_most_layers(*_chunk_bytes(balance, rank), balance.num_layers) for rank in range(ranks)]
     if any(number < chunks for number in most) or sum(most) < balance.num_layers:
         return None
     held = [chunks] * ranks
@@ -237,15 +237,13 @@ def _chunk_bytes(balance: Balance, rank: int) -> tuple[list[float], float]:
     return each, balance.limits[rank] * _CLOSE - fixed
 
 
-def _most_layers(balance: Balance, rank: int) -> int:
+def _most_layers(each: list[float], room: float, num_layers: int) -> int:
     """How many layers fit a rank if all but one a chunk go where they take the fewest bytes."""
-    each, room = _chunk_bytes(balance, rank)
-    left = room - math.fsum(each)
+    left = room - sum(each)
     if left < 0:
         return 0
-    if min(each) == 0:
-        return balance.num_layers
-    return balance.num_chunks + min(int(left / min(each)), balance.num_layers)
+    least = min(each)
+    return num_layers if least == 0 else len(each) + min(int(left / least), num_layers)
 
 
 def _spread(balance: Balance, rank: int, number: int) -> list[int]:
@@ -402,7 +400,32 @@ def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
     return np.concatenate(kept)
 
 
+def _missing_alike(balance: Balance) -> tuple[float, int]:
+    """The least memory that every rank lacks, where layers are alike, and the rank that lacks it."""
+
+    sizes = [_chunk_bytes(balance, rank) for rank in range(balance.num_ranks)]
+
+    def short(more: float) -> int | None:
+        most = [_most_layers(each, room + more, balance.num_layers) for each, room in sizes]
+        few = most.index(min(most))
+        return few if min(most) < balance.num_chunks or sum(most) < balance.num_layers else None
+
+    low, high, rank = 0.0, 1.0, 0
+    while (found := short(high)) is not None:
+        low, high, rank = high, 2 * high, found
+    while high - low > 1.0 and high > low * (1 + 1e-6):
+        middle = (low + high) / 2
+        found = short(middle)
+        if found is None:
+            high = middle
+        else:
+            low, rank = middle, found
+    return high, rank
+
+
 def _nothing_fits(balance: Balance) -> ConfigurationError:
+    if balance.limits is not None and _all_alike(balance):
+        return _too_much(balance, *_missing_alike(balance))
     if balance.limits is None or _start(balance) is None:
         return ConfigurationError(
             f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the cuts behind the "
@@ -419,7 +442,11 @@ def _nothing_fits(balance: Balance) -> ConfigurationError:
         counts = _improve(balance, counts)
     assert counts is not None
     excess, rank = _excess(balance, counts)
-    excess = max(excess, 1.0)
+    return _too_much(balance, max(excess, 1.0), rank)
+
+
+def _too_much(balance: Balance, excess: float, rank: int) -> NothingFitsError:
+    assert balance.limits is not None
     return NothingFitsError(
         f"no partition of {balance.num_layers} layers into {balance.num_stages} stages fits the memory: the least "
         f"that is too much is {excess / 2**30:.2f} GiB, on pipeline rank {rank} of {balance.num_ranks}, whose limit is "

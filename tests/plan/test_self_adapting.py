@@ -110,7 +110,7 @@ def test_chunks_of_unlike_layers_equal_trying_everything(balance: Balance) -> No
 
 
 @settings(max_examples=700, deadline=None)
-@given(st.one_of(balances(chunks=2, alike=True), balances(chunks=3, alike=True)))
+@given(st.one_of(*(balances(chunks=chunks, alike=True) for chunks in (1, 2, 3))))
 def test_chunks_of_alike_layers_equal_trying_everything(balance: Balance) -> None:
     check_against_all(balance)
 

@@ -1,0 +1,484 @@
+"""Planner: searches parallel sizes, placement, schedule, microbatches, partition and recomputation.
+
+    result = search(cost_model, SearchSpace(tensor=(1, 2, 4, 8)))
+    result.best.run, result.best.partition, result.best.step_s
+    result.runners_up[0].reason        # "1.12x slower: ..."
+
+How: every candidate gets a lower bound of its step (all work on all devices, and its reductions), in the order of
+which it is looked at: its layers are dealt, its memory checked, its step estimated by a closed form. Candidates
+whose bound is above the best estimates are never looked at. The best few are simulated, and the fastest of them wins;
+between plans within _NEARLY of each other the one with the simpler set-up does (no recomputation, fewer
+chunks, smaller tensor and pipeline sizes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
+from lightning_holmes.plan.layer_cost import ModelCost, check_count
+from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.simulator import StepCosts, simulate
+from lightning_holmes.plan.timeline import Timeline
+
+_SIMULATED = 8  # candidates that are run through the simulator
+_NEARLY = 0.002
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What the search may choose from. None: whatever fits.
+
+    tensor: sizes to try; others than 1 need a module that calls parallelize_module. num_microbatches and
+    microbatch_samples: by default every power of two of samples that divides a replica's batch, up to 64.
+    """
+
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] = (1,)
+    across: tuple[Across, ...] = ("pipeline", "data")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "gpipe")
+    num_chunks: tuple[int, ...] = (2, 3, 4)
+    num_microbatches: tuple[int, ...] | None = None
+    recomputation: tuple[bool, ...] = (False, True)
+    partition: str | tuple[int, ...] = "self_adapting"
+    runners_up: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "num_chunks", "num_microbatches"):
+            for value in getattr(self, name) or ():
+                check_count(value, name)
+        if isinstance(self.partition, str) and self.partition not in PARTITION_NAMES:
+            known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
+            raise ConfigurationError(f"partition={self.partition!r} is not known; write one of {known} or layer counts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one way of running a step is predicted to cost.
+
+    Attributes:
+        model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
+        peak_flops_per_s: of all devices.
+        nic_bytes: by transport, what the busiest host's cards send in a step.
+        memory_bytes, memory_limits: by pipeline rank.
+        reason: why it was chosen, or what it lacks against the one that was.
+    """
+
+    run: RunShape
+    partition: Partition
+    timeline: Timeline
+    costs: StepCosts
+    batch_samples: int
+    tokens_per_sample: int | None
+    model_flops: float
+    hardware_flops: float
+    peak_flops_per_s: float
+    nic_bytes: dict[str, float]
+    memory_limits: tuple[float, ...]
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second, over all replicas."""
+        return self.batch_samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second, where a sample's tokens are known."""
+        return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
+
+    @property
+    def flops_per_s_per_device(self) -> float:
+        """Hardware FLOP/s of a device: recomputation counts, as in the tables of Megatron-LM and Holmes."""
+        return self.hardware_flops / self.step_s / self.run.layout.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: without recomputation, against the devices' peak."""
+        return self.model_flops / self.step_s / self.peak_flops_per_s
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Peak of each pipeline rank."""
+        return self.timeline.peak_memory_bytes
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON; docs/planning.md documents the keys."""
+        layout = self.run.layout
+        return {
+            "pipeline_parallel_size": layout.pipeline,
+            "tensor_parallel_size": layout.tensor,
+            "data_parallel_size": layout.data,
+            "across_clusters": layout.across,
+            "schedule": self.run.schedule,
+            "num_chunks": self.run.num_chunks,
+            "num_microbatches": self.run.num_microbatches,
+            "microbatch_samples": self.run.microbatch_samples,
+            "recomputation": self.run.recomputation,
+            "partition": list(self.partition.layer_counts),
+            "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_s_per_device": self.flops_per_s_per_device,
+            "mfu": self.mfu,
+            "bubble_share": self.timeline.bubble_share,
+            "exposed_s": {axis: seconds / layout.pipeline for axis, seconds in self.timeline.exposed_s.items()},
+            "nic_bytes_per_step": dict(self.nic_bytes),
+            "memory_bytes": list(self.memory_bytes),
+            "memory_limit_bytes": list(self.memory_limits),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan and the ones behind it. left_out: why candidates were not looked at, and how many."""
+
+    best: Prediction
+    runners_up: tuple[Prediction, ...]
+    num_candidates: int
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    run: RunShape
+    bound_s: float
+
+
+@dataclass(slots=True)
+class _Looked:
+    run: RunShape
+    partition: Partition
+    estimate_s: float
+
+
+def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Prediction:
+    """Simulate one way of running a step."""
+    costs = cost_model.step_costs(run, partition)
+    model, training = cost_model.model, cost_model.training
+    per_sample = [
+        (made.forward + made.backward) / made.microbatch_samples
+        for made in (model, model.with_recomputation() if run.recomputation else model)
+    ]
+    flops = [work * training.batch_samples if model.unit == "flops" else 0.0 for work in per_sample]
+    return Prediction(
+        run=run,
+        partition=partition,
+        timeline=simulate(run.make_schedule(), costs),
+        costs=costs,
+        batch_samples=training.batch_samples,
+        tokens_per_sample=model.tokens_per_sample,
+        model_flops=flops[0],
+        hardware_flops=flops[1],
+        peak_flops_per_s=cost_model.peak_flops_per_s(),
+        nic_bytes=cost_model.nic_bytes(run, partition),
+        memory_limits=cost_model.memory_limits(run.layout),
+    )
+
+
+def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchResult:
+    """The fastest plan that fits.
+
+    Raises:
+        ConfigurationError: nothing can run: no sizes go together, or nothing fits the memory; then it says by
+            how much and what would make it fit.
+    """
+    space = space or SearchSpace()
+    left_out: Counter[str] = Counter()
+    candidates = sorted(_candidates(cost_model, space, left_out), key=lambda entry: entry.bound_s)
+    if not candidates:
+        raise _nothing_to_try(cost_model, space, left_out)
+    wanted = _SIMULATED + space.runners_up
+    looked: list[_Looked] = []
+    least: NothingFitsError | None = None
+    for index, candidate in enumerate(candidates):
+        if len(looked) >= wanted and candidate.bound_s > looked[wanted - 1].estimate_s:
+            left_out["cannot be faster than the plans listed, by its lower bound"] += len(candidates) - index
+            break
+        try:
+            partition = _deal(cost_model, candidate.run, space.partition)
+        except NothingFitsError as error:
+            left_out["does not fit the memory"] += 1
+            if least is None or error.excess_bytes < least.excess_bytes:
+                least = error
+            continue
+        except ConfigurationError:
+            left_out["no partition of the layers"] += 1
+            continue
+        looked.append(_Looked(candidate.run, partition, _estimate(cost_model, candidate.run, partition)))
+        looked.sort(key=lambda entry: entry.estimate_s)
+    if not looked:
+        raise _nothing_fits(cost_model, space, candidates, least)
+    made = [predict(cost_model, entry.run, entry.partition) for entry in looked[:wanted]]
+    fitting = [entry for entry in made if _fits(entry)]
+    if len(fitting) < len(made):
+        left_out["does not fit the memory"] += len(made) - len(fitting)
+    ranked = sorted(fitting or made, key=_rank)
+    fastest = ranked[0].step_s
+    ranked.sort(key=lambda entry: (math.floor((entry.step_s / fastest - 1) / _NEARLY), *_plainness(entry.run)))
+    best, others = ranked[0], _unlike(ranked[1:], space.runners_up)
+    return SearchResult(
+        best=replace(best, reason=_why(best, others)),
+        runners_up=tuple(replace(entry, reason=_why_not(entry, best)) for entry in others),
+        num_candidates=len(candidates),
+        left_out=dict(left_out),
+    )
+
+
+# candidates
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _candidates(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> Iterator[_Candidate]:
+    devices, layers, batch = cost_model.num_devices, cost_model.model.num_layers, cost_model.training.batch_samples
+    smallest_host = math.gcd(*(host.devices for host in cost_model.network.hosts))
+    several = len(cost_model.network.topology.clusters) > 1
+    for pipeline in space.pipeline or _divisors(devices):
+        for tensor in space.tensor:
+            if devices % (pipeline * tensor):
+                left_out[f"pipeline x tensor does not divide {devices} devices"] += 1
+                continue
+            if smallest_host % tensor:
+                left_out["tensor-parallel groups would leave a host"] += 1
+                continue
+            if pipeline > layers:
+                left_out["more pipeline ranks than layers"] += 1
+                continue
+            data = devices // (pipeline * tensor)
+            if batch % data:
+                left_out[f"the batch of {batch} does not divide among the replicas"] += 1
+                continue
+            for across in space.across if several and pipeline > 1 and data > 1 else space.across[:1]:
+                layout = Layout(pipeline=pipeline, tensor=tensor, data=data, across=across)
+                for run in _runs(layout, batch // data, layers, space):
+                    yield _Candidate(run, _lower_bound(cost_model, run))
+
+
+def _runs(layout: Layout, samples: int, layers: int, space: SearchSpace) -> Iterator[RunShape]:
+    counts = space.num_microbatches or [samples >> power for power in range(7) if samples % (1 << power) == 0]
+    schedules: list[tuple[str, int]] = []
+    for name in space.schedules:
+        if name == "interleaved_1f1b":
+            schedules += [(name, chunks) for chunks in space.num_chunks if chunks > 1]
+        elif layout.pipeline > 1 or name == space.schedules[0] or len(space.schedules) == 1:
+            schedules.append((name, 1))
+    for count in counts:
+        if count < 1 or samples % count:
+            continue
+        for name, chunks in schedules:
+            if chunks > 1 and (layout.pipeline == 1 or layout.pipeline * chunks > layers or count < layout.pipeline):
+                continue
+            for recomputation in space.recomputation:
+                yield RunShape(
+                    layout=layout,
+                    schedule=name,
+                    num_microbatches=count,
+                    microbatch_samples=samples // count,
+                    num_chunks=chunks,
+                    recomputation=recomputation,
+                )
+
+
+def _total_work(model: ModelCost) -> float:
+    return model.forward + model.backward
+
+
+def _lower_bound(cost_model: CostModel, run: RunShape) -> float:
+    """No step of this shape is faster: all work spread over all devices, without a bubble or a wait."""
+    model = cost_model.microbatch_model(run.microbatch_samples, run.recomputation)
+    return run.num_microbatches * _total_work(model) / sum(cost_model.speeds(run.layout))
+
+
+def _deal(cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...]) -> Partition:
+    stages = run.layout.pipeline * run.num_chunks
+    layers = cost_model.model.num_layers
+    balance = cost_model.balance(run)
+    by_rank = cost_model.speeds(run.layout)
+    speeds = [by_rank[stage % run.layout.pipeline] for stage in range(stages)]
+    partition = make_partition(rule, layers, stages, speeds=speeds, balance=balance)
+    if rule != "self_adapting" and balance.limits is not None:
+        used = balance.memory(partition.layer_counts)
+        excess, rank = max(
+            (mine - limit, rank) for rank, (mine, limit) in enumerate(zip(used, balance.limits, strict=True))
+        )
+        if excess > 0:
+            raise NothingFitsError(
+                f"partition {list(partition.layer_counts)} passes the memory limit of pipeline rank {rank} by "
+                f"{excess / _GIB:.2f} GiB",
+                excess_bytes=excess,
+                rank=rank,
+            )
+    return partition
+
+
+def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
+    """A step by closed form: the slowest rank or card for all microbatches, filling and draining, reductions."""
+    costs = cost_model.step_costs(run, partition)
+    ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
+    both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
+    loads = [sum(both[rank::ranks]) for rank in range(ranks)]
+    cards: Counter[str] = Counter()
+    transfers = [0.0] * stages
+    for stage in range(stages - 1):
+        source, target = stage % ranks, (stage + 1) % ranks
+        for pair in ((source, target), (target, source)):
+            route = costs.routes[pair]
+            seconds = [costs.activation_bytes[stage] * per_byte for _, per_byte in route.hops]
+            transfers[stage] += max(seconds) + route.latency_s
+            for (card, _), taken in zip(route.hops, seconds, strict=True):
+                cards[card] += taken  # type: ignore[assignment]
+    slowest = max([*loads, *cards.values()])
+    # the first microbatch passes the first stage of every rank alone, and the last one comes back alone
+    fill = sum(both[:ranks]) - max(both[:ranks]) if chunks == 1 else sum(both) / stages * (ranks - 1)
+    fill += sum(transfers[: ranks - 1])
+    end = max(
+        (0.0 if costs.overlap_reduce else sum(costs.reduce_s[rank::ranks]))
+        + costs.update_s[rank]
+        + costs.gather_s[rank]
+        for rank in range(ranks)
+    )
+    return run.num_microbatches * slowest + fill + end
+
+
+# the choice and its reasons
+
+
+def _fits(entry: Prediction) -> bool:
+    return all(mine <= limit * (1 + 1e-9) for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
+
+
+def _rank(entry: Prediction) -> float:
+    return entry.step_s
+
+
+def _plainness(run: RunShape) -> tuple[Any, ...]:
+    return run.recomputation, run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b"
+
+
+def _unlike(ranked: Sequence[Prediction], number: int) -> list[Prediction]:
+    """The next best, at most two of one layout: a list of one layout's microbatch counts would tell little."""
+    found: list[Prediction] = []
+    seen: Counter[Layout] = Counter()
+    for entry in ranked:
+        if seen[entry.run.layout] < 2 and len(found) < number:
+            seen[entry.run.layout] += 1
+            found.append(entry)
+    return found
+
+
+def _where_time_goes(entry: Prediction) -> dict[str, float]:
+    """Seconds of the step by cause, as the mean over pipeline ranks."""
+    timeline, ranks = entry.timeline, entry.run.layout.pipeline
+    update = math.fsum(entry.costs.update_s) / ranks
+    tensor = timeline.exposed_s.get("tensor_parallel", 0.0) / ranks
+    busy = math.fsum(timeline.busy_s(rank) for rank in range(ranks)) / ranks
+    return {
+        "computing": busy - tensor - update,
+        "bubble": timeline.bubble_share * timeline.step_s,
+        "waiting for transfers between stages": timeline.exposed_s["pipeline"] / ranks,
+        "reducing gradients": timeline.exposed_s["data_parallel"] / ranks,
+        "tensor-parallel transfers": tensor,
+        "the optimizer's step": update,
+    }
+
+
+def _why(best: Prediction, others: Sequence[Prediction]) -> str:
+    parts = sorted(_where_time_goes(best).items(), key=lambda entry: -entry[1])
+    shown = ", ".join(f"{seconds / best.step_s:.0%} {what}" for what, seconds in parts if seconds >= 0.01 * best.step_s)
+    ahead = f"; the next one takes {others[0].step_s / best.step_s:.2f}x as long" if others else ""
+    return f"the fastest that fits: {shown}{ahead}"
+
+
+def _why_not(entry: Prediction, best: Prediction) -> str:
+    mine, theirs = _where_time_goes(entry), _where_time_goes(best)
+    more = sorted(((mine[what] - theirs[what], what) for what in mine), reverse=True)
+    named = [f"{seconds:.3g} s more {what}" for seconds, what in more[:2] if seconds > 0.005 * best.step_s]
+    cause = ": " + " and ".join(named) if named else ""
+    ratio = entry.step_s / best.step_s
+    return f"{ratio:.2f}x the time{cause}" if ratio > 1 + _NEARLY else f"as fast, but less simple{cause}"
+
+
+# nothing fits
+
+
+def _nothing_to_try(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> ConfigurationError:
+    reasons = "; ".join(f"{what} ({count} tries)" for what, count in left_out.most_common(3)) or "no sizes to try"
+    return ConfigurationError(
+        f"no parallel sizes go together on {cost_model.num_devices} devices with a batch of "
+        f"{cost_model.training.batch_samples} and {cost_model.model.num_layers} layers: {reasons}; change the batch size, "
+        f"or allow other sizes than pipeline={space.pipeline or 'any'}, tensor={space.tensor}"
+    )
+
+
+def _nothing_fits(
+    cost_model: CostModel, space: SearchSpace, candidates: Sequence[_Candidate], least: NothingFitsError | None
+) -> ConfigurationError:
+    if least is None:
+        return ConfigurationError(
+            f"no partition={space.partition!r} of the {cost_model.model.num_layers} layers goes with any of "
+            f'{len(candidates)} plans; use partition="self_adapting"'
+        )
+    cures = []
+    changes: list[tuple[str, bool, bool]] = [
+        ("activation recomputation", True, False),
+        ("a sharded optimizer", False, True),
+        ("activation recomputation and a sharded optimizer", True, True),
+    ]
+    for what, recomputation, sharded in changes:
+        known = (not recomputation or True in space.recomputation) and (
+            not sharded or cost_model.training.sharded_optimizer
+        )
+        if known:
+            continue
+        training = replace(cost_model.training, sharded_optimizer=cost_model.training.sharded_optimizer or sharded)
+        other = CostModel(cost_model.model, cost_model.network, devices=cost_model.devices, training=training)
+        allowed = (False, True) if recomputation else space.recomputation
+        if any(_can_fit(other, run) for run in _shapes(candidates, allowed)):
+            cures.append(what)
+            break
+    limit = max(max(cost_model.memory_limits(candidate.run.layout)) for candidate in candidates)
+    share = cost_model.training.memory_share
+    cures.append(f"devices with {(limit + least.excess_bytes) / share / _GIB:.1f} GiB each")
+    if max(space.tensor) == 1:
+        cures.append("tensor parallelism, if the module knows it (tensor sizes above 1 were not allowed)")
+    cures.append("more devices")
+    return ConfigurationError(
+        f"{cost_model.model.name} ({cost_model.model.parameter_bytes / _GIB:.1f} GiB of parameters) fits none of "
+        f"{len(candidates)} plans on {cost_model.num_devices} devices: {least.excess_bytes / _GIB:.2f} GiB a device are "
+        f"missing at the least. What would make it fit: {'; or '.join(cures)}"
+    )
+
+
+def _shapes(candidates: Sequence[_Candidate], recomputation: Sequence[bool]) -> list[RunShape]:
+    """The candidates' runs with these settings of recomputation, the smallest microbatches of each layout."""
+    smallest: dict[tuple[Layout, str, int], RunShape] = {}
+    for candidate in candidates:
+        run = candidate.run
+        key = run.layout, run.schedule, run.num_chunks
+        if key not in smallest or run.microbatch_samples < smallest[key].microbatch_samples:
+            smallest[key] = run
+    return [replace(run, recomputation=flag) for run in smallest.values() for flag in recomputation]
+
+
+def _can_fit(cost_model: CostModel, run: RunShape) -> bool:
+    try:
+        _deal(cost_model, run, "self_adapting")
+    except ConfigurationError:
+        return False
+    return True

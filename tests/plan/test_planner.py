@@ -1,0 +1,167 @@
+"""The search: against trying everything, fast on thousands of devices, and clear where nothing fits."""
+
+import dataclasses
+import time
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training
+from lightning_holmes.plan.device_type import find_device_type
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import make_partition
+from lightning_holmes.plan.planner import SearchSpace, predict, search
+from lightning_holmes.plan.route import Network
+
+A100 = find_device_type("A100-80GB")
+
+
+def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
+    """A GPT in bf16, one sample a microbatch: the usual counts of FLOPs and bytes."""
+    forward = 24 * sequence * hidden**2 + 4 * sequence**2 * hidden
+    crossing = 2 * sequence * hidden
+    layer = LayerCost(
+        forward=forward,
+        backward=2 * forward,
+        parameter_bytes=24 * hidden**2,
+        activation_bytes=crossing,
+        held_bytes=34 * sequence * hidden,
+    )
+    head = 2 * sequence * hidden * vocabulary
+    table = 2 * vocabulary * hidden
+    return ModelCost(
+        unit="flops",
+        microbatch_samples=1,
+        before=LayerCost(forward=0, backward=0, parameter_bytes=table, activation_bytes=crossing),
+        layers=(layer,) * layers,
+        after=LayerCost(forward=head, backward=2 * head, parameter_bytes=table, held_bytes=6 * sequence * vocabulary),
+        tokens_per_sample=sequence,
+        name="GPT",
+    )
+
+
+def clusters(*hosts: int, devices: int = 8) -> Topology:
+    """Clusters of so many hosts, by turns InfiniBand and RoCE, and Ethernet between all of them."""
+    lines = ["clusters:"]
+    for index, count in enumerate(hosts):
+        kind = ("infiniband", "roce")[index % 2]
+        lines += [f"  - name: c{index}", "    hosts:"]
+        lines += [f"      - {{name: h{index}, count: {count}, devices: {devices}, nics: ["]
+        lines += [f"          {{name: fast, kind: {kind}, bandwidth: 200 Gbit/s}},"]
+        lines += ["          {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}"]
+    pairs = [(first, second) for second in range(len(hosts)) for first in range(second)]
+    if pairs:
+        lines += ["links:"]
+        for first, second in pairs:
+            lines += [f"  - {{ends: [c{first}, c{second}], transport: ethernet, bandwidth: 25 Gbit/s, latency: 1 ms}}"]
+    return Topology.from_yaml_text("\n".join(lines))
+
+
+def cost_model(model: ModelCost, topology: Topology, batch: int, *, device=A100, **training) -> CostModel:
+    network = Network(topology, local_bytes_per_s=device.local_bytes_per_s)
+    training = {"gradient_ratio": 2.0, "state_ratio": 6.0, **training}
+    return CostModel(
+        model,
+        network,
+        devices=(device,) * len(topology.clusters),
+        training=Training(batch_samples=batch, **training),
+    )
+
+
+def test_it_finds_what_trying_everything_finds() -> None:
+    costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
+    best = None
+    for pipeline in (1, 2, 4, 8):
+        for across in ("pipeline", "data"):
+            layout = Layout(pipeline=pipeline, data=8 // pipeline, across=across)
+            for count in (1, 2, 4, 8, 16, 32):
+                samples = 32 // layout.data
+                if count > samples:
+                    continue
+                for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)):
+                    if chunks > 1 and (pipeline == 1 or pipeline * chunks > 12 or count < pipeline):
+                        continue
+                    run = RunShape(
+                        layout=layout,
+                        schedule=schedule,
+                        num_chunks=chunks,
+                        num_microbatches=count,
+                        microbatch_samples=samples // count,
+                    )
+                    partition = make_partition("self_adapting", 12, pipeline * chunks, balance=costs.balance(run))
+                    step_s = predict(costs, run, partition).step_s
+                    best = step_s if best is None else min(best, step_s)
+    assert search(costs).best.step_s <= best * 1.003
+
+
+def test_the_pipeline_crosses_the_slow_link_and_gradients_do_not() -> None:
+    # the communication of the paper's 7.5 B model: gradients are gigabytes, activations are not
+    result = search(cost_model(gpt_cost(4096, 36), clusters(4, 4), 1536), SearchSpace(tensor=(1, 2)))
+    assert result.best.run.layout.pipeline % 2 == 0 and result.best.run.layout.across == "pipeline"
+    assert result.best.nic_bytes["infiniband"] > result.best.nic_bytes["ethernet"]
+    assert result.best.tokens_per_s == pytest.approx(1536 * 2048 / result.best.step_s)
+    assert 0.2 < result.best.mfu < 0.5
+    assert "computing" in result.best.reason and "bubble" in result.best.reason
+    ratios = [entry.step_s / result.best.step_s for entry in result.runners_up]
+    assert ratios == sorted(ratios) and min(ratios) > 0.99
+    assert all(entry.reason for entry in result.runners_up)
+    blind = [entry for entry in (result.best, *result.runners_up) if "ethernet" not in entry.nic_bytes]
+    assert not blind
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
+    space = SearchSpace(
+        pipeline=(4,), schedules=("gpipe",), num_microbatches=(8,), recomputation=(True,), partition="uniform"
+    )
+    best = search(costs, space).best
+    assert (best.run.layout.pipeline, best.run.schedule, best.run.num_microbatches) == (4, "gpipe", 8)
+    assert best.run.recomputation and best.partition.layer_counts == (3, 3, 3, 3)
+    assert search(costs, dataclasses.replace(space, partition=(1, 2, 3, 6))).best.partition.layer_counts == (1, 2, 3, 6)
+
+
+def test_4096_devices_in_five_clusters_in_under_20_seconds() -> None:
+    costs = cost_model(gpt_cost(12288, 96), clusters(128, 128, 128, 64, 64), 4096)
+    start = time.process_time()
+    result = search(costs, SearchSpace(tensor=(1, 2, 4, 8)))
+    taken = time.process_time() - start
+    assert taken < 20.0, taken
+    assert len(result.runners_up) == 5
+    assert all(mine <= most for mine, most in zip(result.best.memory_bytes, result.best.memory_limits, strict=True))
+    assert result.best.run.layout.num_devices == 4096
+    data = result.best.to_data()
+    assert data["step_s"] == result.best.step_s and sum(data["partition"]) == 96
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
+    # one device; 12 GB parameters need 12 * (1 + 2 + 6) GB
+    costs = cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4)
+    with pytest.raises(ConfigurationError) as caught:
+        search(costs)
+    message = str(caught.value)
+    for words in ("fits none of", "GiB a device are missing", "devices with", "more devices", "tensor parallelism"):
+        assert words in message
+    missing = float(message.split(" GiB a device are missing")[0].split()[-1])
+    needed = float(message.split("devices with ")[1].split(" GiB each")[0])
+    bigger = dataclasses.replace(A100, memory_bytes=(needed + 0.1) * 2**30)
+    assert missing > 20
+    assert search(cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4, device=bigger)).best.run.recomputation
+
+
+def test_a_cure_that_is_named_cures() -> None:
+    model, topology = gpt_cost(4096, 30), clusters(1)
+    space = SearchSpace(pipeline=(1,))
+    with pytest.raises(ConfigurationError, match="What would make it fit: a sharded optimizer"):
+        search(cost_model(model, topology, 64, memory_share=0.8), space)
+    search(cost_model(model, topology, 64, memory_share=0.8, sharded_optimizer=True), space)
+
+
+def test_sizes_that_do_not_go_together_are_named() -> None:
+    costs = cost_model(gpt_cost(1024, 12), clusters(1), 8)
+    with pytest.raises(ConfigurationError, match="pipeline x tensor does not divide 8 devices"):
+        search(costs, SearchSpace(pipeline=(3,)))
+    with pytest.raises(ConfigurationError, match="a batch of 7 "):
+        search(cost_model(gpt_cost(1024, 12), clusters(1), 7), SearchSpace(pipeline=(2,)))
+    with pytest.raises(ConfigurationError, match="partition='best'"):
+        SearchSpace(partition="best")
