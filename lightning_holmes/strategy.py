@@ -8,9 +8,8 @@ Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), d
 import dataclasses
 import functools
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -34,8 +33,8 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import admission, agreement, checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
+from lightning_holmes.checkpointing import CheckpointingStrategy
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.mesh import (
     GroupBuilder,
@@ -68,7 +67,7 @@ from lightning_holmes.torch_private import default_store
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
-class HolmesStrategy(ReplicaCollectives):
+class HolmesStrategy(CheckpointingStrategy):
     """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
 
     Args:
@@ -86,6 +85,9 @@ class HolmesStrategy(ReplicaCollectives):
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that cannot be loaded alike on several ranks.
+        save_distributed_checkpoint: write each checkpoint as a folder, every rank its part; False: as one file that
+            plain Lightning reads. "auto" is True for more than one process. Either is read in any layout.
+        async_checkpoint: copy the state, and write it while training goes on.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: of collectives and transfers.
 
@@ -107,10 +109,12 @@ class HolmesStrategy(ReplicaCollectives):
         partition: Literal["uniform"] | list[int] = "uniform",
         layers: str = "auto",
         broadcast_batch: bool = False,
+        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
-        super().__init__()
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, async_checkpoint=async_checkpoint)
         admission.check_arguments(
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=num_microbatches,
@@ -294,6 +298,9 @@ class HolmesStrategy(ReplicaCollectives):
         self.model_to_device()
         assert self._groups is not None and self._topology is not None
         self._base_seed = self.broadcast(agreement.choose_seed())
+        if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
+            self._base_seed = self._saved_seed
+        self._saved_seed = None
         agreement.broadcast_module(module, self.world_size)
         agreement.share_random_state(self._groups.edges)
         lesson = self._learn(trainer)
@@ -316,6 +323,7 @@ class HolmesStrategy(ReplicaCollectives):
             self._plan.stages_of(self._groups.pipeline_rank),
             self.root_device,
         )
+        self._load_saved_weights()
         self._print_plan()
         if fitting:
             self.setup_optimizers(trainer)
@@ -370,6 +378,8 @@ class HolmesStrategy(ReplicaCollectives):
             **dataclasses.asdict(self._options),
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,
+            "save_distributed_checkpoint": self._keeper.distributed,
+            "async_checkpoint": self._keeper.background,
         }
         return agreement.version_facts() | {f"HolmesStrategy({n}=)": repr(v) for n, v in arguments.items()}
 
@@ -643,48 +653,6 @@ class HolmesStrategy(ReplicaCollectives):
         finally:
             self._accumulating = False
 
-    # checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on rank 0; {} elsewhere. All ranks must call."""
-        if self._pipeline is None or self._groups is None:
-            return super().lightning_module_state_dict()
-        if self._groups.data_parallel_rank != 0 or self._failed:
-            return {}
-        with self._explaining():
-            return checkpoint.module_state_dict(self._pipeline, self._groups.edges)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's whole state on rank 0, numbered as plain Lightning does; all ranks must call."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
-        if pipeline is None or self._groups is None or self._groups.data_parallel_rank != 0 or self._failed:
-            return {}
-        names = self._group_names[self.optimizers.index(optimizer)]
-        with self._explaining():
-            return checkpoint.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges)
-
-    def load_optimizer_state_dict(self, checkpoint_state: Mapping[str, Any]) -> None:
-        assert self._pipeline is not None
-        saved = checkpoint_state["optimizer_states"]
-        for optimizer, state, names in zip(self.optimizers, saved, self._group_names, strict=True):
-            checkpoint.load_optimizer_state_dict(optimizer, state, names, self._pipeline.local_parameters)
-            _optimizers_to_device([optimizer], self.root_device)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._failed and self.world_size > 1:
-            # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
-            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part of the module")
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.is_global_zero and self._plan is not None and storage_options is None:
-            self._plan.save(f"{filepath}.plan.yaml")
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero and os.path.exists(f"{filepath}.plan.yaml"):
-            os.remove(f"{filepath}.plan.yaml")
-
     # end
 
     @property
@@ -709,6 +677,7 @@ class HolmesStrategy(ReplicaCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        self._saved_weights = None
         if self._watch is not None:
             self._watch.report(exception)
             self._watch = None
@@ -737,6 +706,7 @@ class HolmesStrategy(ReplicaCollectives):
             self._watch.stop()
             self._watch = None
         super().teardown()
+        self._keeper.finish(failed=self._failed, alone=self.world_size == 1)
 
 
 def _never() -> bool:

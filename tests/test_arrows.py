@@ -18,7 +18,16 @@ BASE = {"errors", "version", "torch_private"}
 COMM = BASE | {"cluster", "plan", "comm"}
 BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
-BESIDE_STRATEGY = {"strategy", "rehearsal", "callbacks", "admission", "agreement", "learning", "collectives"}
+BESIDE_STRATEGY = {
+    "strategy",
+    "checkpointing",
+    "rehearsal",
+    "callbacks",
+    "admission",
+    "agreement",
+    "learning",
+    "collectives",
+}
 
 # What each part may import besides itself. The package's own __init__ is called "".
 ALLOWED: dict[str, set[str]] = {

@@ -1,19 +1,33 @@
-"""What a run leaves on disk and starts again from: state by global parameter names, whatever the layout."""
+"""What a run leaves on disk and starts again from: state by global parameter names, whatever the layout.
 
+One plain Lightning file (plain.py), or a folder that every rank writes its part of (saving.py, folder.py).
+CheckpointKeeper is what the strategy asks.
+"""
+
+from lightning_holmes.checkpoint.keeper import CheckpointKeeper, Job, is_local
+from lightning_holmes.checkpoint.lightning_hooks import install as install_lightning_hooks
+from lightning_holmes.checkpoint.parts import module_part, optimizer_part
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
     keep_local_parameters,
-    load_optimizer_state_dict,
     module_state_dict,
     optimizer_state_dict,
     parameter_group_names,
 )
+from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state
 
 __all__ = [
+    "CheckpointKeeper",
+    "Job",
     "fill_whole_module",
+    "install_lightning_hooks",
+    "is_local",
     "keep_local_parameters",
-    "load_optimizer_state_dict",
+    "load_module_state",
+    "load_optimizer_state",
+    "module_part",
     "module_state_dict",
+    "optimizer_part",
     "optimizer_state_dict",
     "parameter_group_names",
 ]

@@ -1,0 +1,73 @@
+"""Which ranks see the same folder: clusters, and even hosts, need not share a file system.
+
+Found by trying: a rank writes a file of an unheard-of name, and all look for it.
+"""
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_holmes.checkpoint import atomic
+from lightning_holmes.errors import CheckpointError
+
+PROBE = ".probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSystems:
+    """``of_rank[rank]`` numbers the file systems; the lowest rank on each is its leader."""
+
+    of_rank: tuple[int, ...]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The lowest rank on each."""
+        return tuple(self.of_rank.index(number) for number in range(max(self.of_rank) + 1))
+
+    def is_leader(self, rank: int) -> bool:
+        """Whether ``rank`` makes and removes folders for those that share its file system."""
+        return rank in self.leaders
+
+
+def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[Any], list[Any]]) -> FileSystems:
+    """Make ``folder`` everywhere and find out who shares it; all ranks must call.
+
+    Raises:
+        CheckpointError: a rank cannot write there.
+    """
+    of_rank: list[int | None] = [None] * size
+    number = 0
+    while None in of_rank:
+        leader = of_rank.index(None)
+        name = f"{PROBE}-{uuid.uuid4().hex}" if rank == leader else ""
+        problem = ""
+        if rank == leader:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            except OSError as error:
+                problem = f"rank {rank} cannot write to {folder}: {error}"
+        if size == 1:
+            seen = [True]
+            atomic.delete(folder / name)
+        else:
+            name, problem = all_gather((name, problem))[leader]
+            seen = all_gather(not problem and _sees(folder, name))
+            all_gather(None)  # nobody looks any more
+            if rank == leader and not problem:
+                atomic.delete(folder / name)
+        if problem:
+            raise CheckpointError(f"{problem}; give a dirpath that can be written everywhere")
+        of_rank = [number if o is None and s else o for o, s in zip(of_rank, seen, strict=True)]
+        number += 1
+    return FileSystems(of_rank=tuple(o for o in of_rank if o is not None))
+
+
+def _sees(folder: Path, name: str) -> bool:
+    try:
+        return name in os.listdir(folder)  # a listing: network file systems remember that a name was not there
+    except OSError:
+        return False

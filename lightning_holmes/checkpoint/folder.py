@@ -1,0 +1,297 @@
+"""The folder format: torch.distributed.checkpoint's files, which every rank writes its part of, and a manifest.
+
+A folder holds ``__<rank>_0.distcp`` (a rank's values, each written by torch.save), ``meta.pt`` (everything else of
+Lightning's checkpoint), ``plan.yaml``, ``.metadata`` (torch.distributed.checkpoint's index) and ``manifest.json``
+(ours, written last). It can be read by torch.distributed.checkpoint.load; :class:`FolderReader` reads it without
+unpickling anything but tensors and plain data, checks every byte, and reads single values.
+"""
+
+import os
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
+from lightning_holmes.checkpoint.parts import Value, same_memory
+from lightning_holmes.checkpoint.restricted import load_bytes
+from lightning_holmes.errors import CheckpointError
+from lightning_holmes.torch_private import storage_info
+
+
+class _Checked:
+    """A file that is written with a running checksum."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def part_file(rank: int) -> str:
+    """The name of the file with a rank's values."""
+    return f"__{rank}_0.distcp"
+
+
+def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntry]:
+    """Write a rank's values to ``path`` and wait until they are on the disk. One tensor under two names is written once."""
+    entries: dict[Value, ValueEntry] = {}
+    known: dict[Any, ValueEntry] = {}
+    with path.open("wb") as file:
+        for name, value in values.items():
+            place = same_memory(name, value)
+            if place in known:
+                entries[name] = known[place]
+                continue
+            offset, checked = file.tell(), _Checked(file)
+            dtype: str | None = None
+            shape: tuple[int, ...] = ()
+            if isinstance(value, Tensor):
+                dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+                value = compact(value)
+            torch.save(value, cast(IO[bytes], checked))
+            entries[name] = known[place] = ValueEntry(
+                file=path.name,
+                offset=offset,
+                length=file.tell() - offset,
+                crc32=checked.crc32,
+                dtype=dtype,
+                shape=shape,
+            )
+        file.flush()
+        os.fsync(file.fileno())
+    return entries
+
+
+def compact(value: Tensor) -> Tensor:
+    """The tensor on the host, with no more memory than it shows: torch.save writes whole storages."""
+    value = value.detach().cpu().contiguous()
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def dcp_metadata(manifest: Manifest) -> bytes:
+    """The file ``.metadata`` of torch.distributed.checkpoint that says what the manifest says."""
+    # slow to import, and not needed by those that write no folder
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    state: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    paths: dict[str, Any] = {}
+    for name, entry in all_values(manifest):
+        key = ".".join(name)
+        paths[key] = name
+        where = storage_info(entry.file, entry.offset, entry.length)
+        if entry.dtype is None:
+            state[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = where
+            continue
+        size, start = torch.Size(entry.shape), torch.Size([0] * len(entry.shape))
+        state[key] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=DTYPES[entry.dtype]),
+            size=size,
+            chunks=[ChunkStorageMetadata(offsets=start, sizes=size)],
+        )
+        storage[MetadataIndex(key, start, 0)] = where
+    return pickle.dumps(
+        Metadata(
+            state_dict_metadata=state,
+            planner_data=paths,
+            storage_data=storage,
+            storage_meta=StorageMeta(save_id=manifest.id),
+            version="1.0.0",
+        )
+    )
+
+
+def all_values(manifest: Manifest) -> Iterator[tuple[Value, ValueEntry]]:
+    """Name and place of every value."""
+    for name, entry in manifest.state_dict.items():
+        yield ("state_dict", name), entry
+    for index, optimizer in enumerate(manifest.optimizers):
+        for parameter, entries in optimizer.items():
+            for key, entry in entries.items():
+                yield (f"optimizer_{index}", "state", parameter, key), entry
+
+
+class FolderReader:
+    """Reads single values of a checkpoint folder.
+
+    Args:
+        manifest: the folder's.
+        folder: where this rank sees it; None if it does not.
+        fetch: gets the bytes of values whose files this rank does not see from ranks that do; all ranks then call
+            it together. None if every rank sees all files.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path | None, fetch: "Fetch | None" = None) -> None:
+        self.manifest = manifest
+        self.folder = folder
+        self.present = frozenset() if folder is None else manifest.present_files(folder)
+        self._fetch = fetch
+
+    def read(self, entries: Mapping[Value, ValueEntry]) -> dict[Value, Any]:
+        """The values of ``entries``; if files are not seen everywhere, all ranks must call, each for its own.
+
+        Raises:
+            CheckpointError: a value is damaged, or its file is nowhere.
+        """
+        values: dict[Value, Any] = {}
+        places: dict[ValueEntry, Any] = {}
+        far = {entry for entry in entries.values() if entry.file not in self.present}
+        fetched = {} if self._fetch is None else self._fetch(self, sorted(far, key=lambda e: (e.file, e.offset)))
+        near = sorted(
+            (e for e in dict.fromkeys(entries.values()) if e.file in self.present), key=lambda e: (e.file, e.offset)
+        )
+        file_name, file = "", None
+        try:
+            for entry in near:
+                if entry.file != file_name:
+                    if file is not None:
+                        file.close()
+                    assert self.folder is not None
+                    file, file_name = (self.folder / entry.file).open("rb"), entry.file
+                assert file is not None
+                places[entry] = self._decode(entry, read_at(file, entry))
+        finally:
+            if file is not None:
+                file.close()
+        for entry in far:
+            if entry not in fetched:
+                raise self.not_here(entry)
+            places[entry] = self._decode(entry, fetched.pop(entry))
+        for name, entry in entries.items():
+            values[name] = places[entry]
+        return values
+
+    def raw(self, entry: ValueEntry) -> bytearray:
+        """The bytes of a value whose file this rank sees."""
+        assert self.folder is not None
+        with (self.folder / entry.file).open("rb") as file:
+            return read_at(file, entry)
+
+    def not_here(self, entry: ValueEntry) -> CheckpointError:
+        """What to say where a file is not seen."""
+        host = self.manifest.files[entry.file].host
+        return CheckpointError(
+            f"{entry.file} of the checkpoint {self.folder or self.manifest.id} is missing or cut off here; it was written on host {host!r}: copy it from "
+            f"there, or start a rank there"
+        )
+
+    def _decode(self, entry: ValueEntry, data: bytearray | bytes) -> Any:
+        source = f"{self.folder or 'checkpoint'}/{entry.file} (bytes {entry.offset} to {entry.offset + entry.length})"
+        if len(data) != entry.length or zlib.crc32(data) != entry.crc32:
+            raise CheckpointError(f"{source} is damaged: its checksum differs from the one in the manifest")
+        value = load_bytes(data, source)
+        found = (str(value.dtype).removeprefix("torch."), tuple(value.shape)) if isinstance(value, Tensor) else None
+        if found != (None if entry.dtype is None else (entry.dtype, entry.shape)):
+            raise CheckpointError(f"{source} holds another value than the manifest says: {found}")
+        return value
+
+
+class Fetch:
+    """Gets bytes from other ranks' file systems; see :class:`FolderReader`."""
+
+    def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
+        raise NotImplementedError
+
+
+def read_at(file: IO[bytes], entry: ValueEntry) -> bytearray:
+    """The bytes of a value."""
+    data = bytearray(entry.length)
+    file.seek(entry.offset)
+    read = file.readinto(data)  # type: ignore[attr-defined]
+    return data[:read]
+
+
+class FolderStateDict(MutableMapping[str, Any]):
+    """The module's state in a folder, as a mapping that reads what is asked for; what hooks set or delete counts."""
+
+    def __init__(self, reader: FolderReader) -> None:
+        self._reader = reader
+        self._entries = dict(reader.manifest.state_dict)
+        self._own: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._own:
+            return self._own[name]
+        entry = self._entries[name]
+        if entry.file not in self._reader.present:
+            raise self._reader.not_here(entry)
+        return self._reader._decode(entry, self._reader.raw(entry))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._own.pop(name, None)
+        self._entries.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._entries, *self._own]))
+
+    def __len__(self) -> int:
+        return len(set(self._entries) | set(self._own))
+
+    def read_many(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of ``names``; see :meth:`FolderReader.read`."""
+        names = list(names)
+        wanted: dict[Value, ValueEntry] = {("state_dict", n): self._entries[n] for n in names if n not in self._own}
+        found = self._reader.read(wanted)
+        return {n: self._own[n] if n in self._own else found["state_dict", n] for n in names}
+
+
+class FolderOptimizerState(Mapping[str, Any]):
+    """An optimizer's states in a folder: the names of the parameters that have one, read by :meth:`read_many`."""
+
+    def __init__(self, reader: FolderReader, index: int) -> None:
+        self._reader = reader
+        self._index = index
+        self._entries = reader.manifest.optimizers[index] if index < len(reader.manifest.optimizers) else {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._entries:
+            raise KeyError(name)
+        return self.read_many([name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def read_many(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """The states of those of ``names`` that have one; see :meth:`FolderReader.read`."""
+        found = self._reader.read(
+            {
+                (f"optimizer_{self._index}", "state", name, key): entry
+                for name in names
+                for key, entry in self._entries.get(name, {}).items()
+            }
+        )
+        states: dict[str, dict[str, Any]] = {}
+        for (_, _, name, key), value in found.items():
+            states.setdefault(name, {})[key] = value
+        return states

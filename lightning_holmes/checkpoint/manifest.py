@@ -1,0 +1,147 @@
+"""Manifest: what a checkpoint folder holds, where each value's bytes stand, and what their checksums are.
+
+It is the last file written, so that a folder without one, or with files shorter than it says, is torn. It is JSON
+with a checksum of itself: nothing in it can run. torch.distributed.checkpoint's own ``.metadata`` says the same as a
+pickle; it is written for other tools and never read here.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_holmes.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+REST = "meta.pt"
+PLAN = "plan.yaml"
+FORMAT = "lightning_holmes checkpoint 1"
+
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file of the folder. ``file_system`` numbers the file systems of the job; None: the file is on each of them."""
+
+    num_bytes: int
+    file_system: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueEntry:
+    """Where a value was saved by torch.save: ``length`` bytes of ``file`` from ``offset`` on. A value that is no
+    tensor has no ``dtype``."""
+
+    file: str
+    offset: int
+    length: int
+    crc32: int
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """``state_dict[name]`` and ``optimizers[index][parameter name][key]`` are the values; ``state_dict`` is in the
+    module's own order. ``rest_crc32`` is that of the file with everything else."""
+
+    id: str
+    files: dict[str, FileEntry]
+    state_dict: dict[str, ValueEntry]
+    optimizers: list[dict[str, dict[str, ValueEntry]]]
+    rest_crc32: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """What :meth:`from_bytes` reads."""
+        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+        return body + b"\n" + f"{zlib.crc32(body):08x}\n".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str) -> "Manifest":
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: it is damaged, or of another format.
+        """
+        body, _, check = data.rstrip(b"\n").rpartition(b"\n")
+        try:
+            if int(check, 16) != zlib.crc32(body):
+                raise ValueError("its checksum differs")
+            given = json.loads(body)
+            if given.pop("format") != FORMAT:
+                raise ValueError(f"it is not of the format {FORMAT!r}; read it with the version that wrote it")
+            files = {_plain_name(n): FileEntry(**entry) for n, entry in given.pop("files").items()}
+            return cls(
+                files=files,
+                state_dict=_values(given.pop("state_dict"), files),
+                optimizers=[{n: _values(v, files) for n, v in o.items()} for o in given.pop("optimizers")],
+                **given,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{source} is damaged: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """The manifest of a checkpoint folder. Raises CheckpointError if there is none or it is damaged."""
+        path = folder / MANIFEST
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{folder} is no whole checkpoint: {path} cannot be read ({error})") from None
+        return cls.from_bytes(data, str(path))
+
+    def present_files(self, folder: Path) -> frozenset[str]:
+        """The files that ``folder`` has, at full length."""
+        return frozenset(name for name, entry in self.files.items() if _size(folder / name) == entry.num_bytes)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What keeps a folder from being a whole checkpoint, in words; empty if nothing does.
+
+    A folder of one of several file systems is whole if it has the files of that one.
+    """
+    try:
+        manifest = Manifest.load(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    present = manifest.present_files(folder)
+    common = [n for n, entry in manifest.files.items() if entry.file_system is None]
+    systems = {entry.file_system for entry in manifest.files.values()} - {None}
+    lacking = {s: [n for n, e in manifest.files.items() if e.file_system == s and n not in present] for s in systems}
+    lost = [n for n in common if n not in present]
+    if lacking and all(lacking.values()):
+        lost += min(lacking.values(), key=lambda names: len(names))
+    return [f"{folder / name} is missing or cut off" for name in lost]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _plain_name(name: str) -> str:
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise ValueError(f"it names a file outside of the folder: {name!r}")
+    return name
+
+
+def _values(given: Mapping[str, Any], files: Mapping[str, FileEntry]) -> dict[str, ValueEntry]:
+    values = {}
+    for name, entry in given.items():
+        value = ValueEntry(**{**entry, "shape": tuple(entry["shape"])})
+        if value.offset < 0 or value.length < 0 or value.offset + value.length > files[value.file].num_bytes:
+            raise ValueError(f"the bytes of {name!r} lie outside of {value.file}")
+        if value.dtype is not None and value.dtype not in DTYPES:
+            raise ValueError(f"{name!r} has the unknown type {value.dtype!r}")
+        values[name] = value
+    return values

@@ -1,0 +1,90 @@
+"""What this rank holds of a module's and an optimizer's state, by global parameter names, and what of it it writes.
+
+Replicas hold the same parameters and optimizer states: each writes a share of them. Everything else (buffers, what
+modules keep beside) may differ between replicas, and is the first replica's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_holmes.pipeline.stage import PipelineModule
+
+Value = tuple[str, ...]
+"""The name of a value: ("state_dict", name), or ("optimizer_0", "state", parameter name, key)."""
+
+
+def module_part(pipeline: PipelineModule) -> dict[str, Any]:
+    """The entries of the module's ``state_dict`` whose copy on this rank counts."""
+    first_names = {id(p): n for n, p in pipeline.module.named_parameters()}
+    return {
+        key: value.detach() if isinstance(value, Tensor) else value
+        for key, value in pipeline.module.state_dict(keep_vars=True).items()
+        if pipeline.is_owner(first_names.get(id(value), key))
+    }
+
+
+def optimizer_part(optimizer: Optimizer, groups: Sequence[Sequence[str]], pipeline: PipelineModule) -> dict[str, Any]:
+    """The optimizer's groups with the names of all their parameters, and the states that count on this rank."""
+    parameters = dict(pipeline.module.named_parameters())
+    state = {
+        name: dict(optimizer.state[parameters[name]])
+        for names in groups
+        for name in names
+        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state
+    }
+    described = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
+        for group, names in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return {"state": state, "param_groups": described}
+
+
+def named_values(state_dict: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]) -> dict[Value, Any]:
+    """All values of a rank's parts by name."""
+    values: dict[Value, Any] = {("state_dict", name): value for name, value in state_dict.items()}
+    for index, optimizer in enumerate(optimizer_states):
+        for name, entries in optimizer.get("state", {}).items():
+            for key, value in entries.items():
+                values[f"optimizer_{index}", "state", name, key] = value
+    return values
+
+
+def share_of(
+    values: Mapping[Value, Any], parameters: frozenset[str], replica: int, num_replicas: int
+) -> dict[Value, Any]:
+    """What replica ``replica`` writes of ``values``, which its fellows hold too: the same bytes each, about.
+
+    Args:
+        parameters: keys of the ``state_dict`` that are parameters.
+    """
+    if num_replicas == 1:
+        return dict(values)
+    loads = [0] * num_replicas
+    chosen: dict[Value, Any] = {}
+    places: dict[Any, int] = {}
+    for name, value in sorted(values.items(), key=lambda item: (-num_bytes(item[1]), item[0])):
+        if name[0] == "state_dict" and name[1] not in parameters:
+            place = 0
+        else:
+            place = places.get(same_memory(name, value), loads.index(min(loads)))
+            if same_memory(name, value) not in places:
+                loads[place] += num_bytes(value) + 1
+        places[same_memory(name, value)] = place
+        if place == replica:
+            chosen[name] = value
+    return {name: value for name, value in values.items() if name in chosen}
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of a tensor; 0 for anything else."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def same_memory(name: Value, value: Any) -> Any:
+    """Equal for values that are the same tensor under two names, such as tied weights."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return name
+    return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

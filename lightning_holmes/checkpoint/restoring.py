@@ -1,0 +1,96 @@
+"""Putting saved states into a module and an optimizer of which this rank holds a part: it reads only that part."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
+from lightning_holmes.checkpoint.plain import load_optimizer_state_dict
+from lightning_holmes.errors import CheckpointError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.stage import PipelineModule
+
+_SHOWN = 10
+
+
+def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, strict: bool) -> None:
+    """Load what this rank's stages need of ``saved``, the whole module's state; all ranks must call.
+
+    Raises:
+        CheckpointError: it is another model's: the names differ and ``strict`` is set.
+        RuntimeError: as in torch, where shapes differ.
+    """
+    module = pipeline.module
+    first_names = {id(p): n for n, p in module.named_parameters()}
+    expected = module.state_dict(keep_vars=True)
+    elsewhere = {
+        key
+        for key, value in expected.items()
+        if id(value) in first_names and first_names[id(value)] not in pipeline.local_parameters
+    }
+    # hooks may know old names, and load_state_dict of the module's own may make others of them
+    renames = any(m._load_state_dict_pre_hooks for m in module.modules())
+    names = [key for key in saved if key in expected or renames or strict]
+    missing = [key for key in expected if key not in saved]
+    unexpected = [key for key in saved if key not in expected]
+    if strict and (missing or unexpected) and not renames:
+        raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
+    wanted = [key for key in names if key not in elsewhere]
+    part = saved.read_many(wanted) if isinstance(saved, FolderStateDict) else {key: saved[key] for key in wanted}
+    result = module.load_state_dict(part, strict=False)
+    missing = [key for key in result.missing_keys if key not in elsewhere]
+    if strict and (missing or result.unexpected_keys):
+        raise CheckpointError(_another_model(type(module).__name__, missing, result.unexpected_keys))
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[str]], local: set[str]
+) -> None:
+    """Load the states of this rank's parameters, saved in either format; all ranks must call.
+
+    Raises:
+        CheckpointError: the saved groups hold other parameters than this run's.
+        ConfigurationError: likewise, for groups of one plain file.
+    """
+    state = saved["state"]
+    if isinstance(state, FolderOptimizerState):
+        saved_groups = [list(group["params"]) for group in saved["param_groups"]]
+        mine, theirs = [n for g in groups for n in g], [n for g in saved_groups for n in g]
+        if saved_groups != [list(g) for g in groups]:
+            what = _another_model(
+                type(optimizer).__name__, [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
+            )
+            if set(mine) == set(theirs):
+                what = (
+                    f"the checkpoint's {type(optimizer).__name__} has parameter groups of {[len(g) for g in saved_groups]} "
+                    f"parameters, this run's of {[len(g) for g in groups]}, or in another order: it was saved from "
+                    f"another configure_optimizers"
+                )
+            raise CheckpointError(what)
+        numbers = {name: number for number, name in enumerate(mine)}
+        found = state.read_many([n for n in mine if n in local])
+        entries = []
+        for group, names in zip(saved["param_groups"], groups, strict=True):
+            entries.append({**group, "params": [numbers[n] for n in names]})
+        saved = {"state": {numbers[n]: v for n, v in found.items()}, "param_groups": entries}
+    else:
+        names = [n for g in groups for n in g]
+        own = {number for number, name in enumerate(names) if name in local}
+        # copies: the file's pages must not stay in use
+        saved = {**saved, "state": {n: tree.map_tensors(_cloned, v) for n, v in state.items() if n in own}}
+    load_optimizer_state_dict(optimizer, saved, groups, local)
+
+
+def _another_model(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    text = f"the checkpoint is of another model than this {what}"
+    for kind, names in (("it lacks", missing), ("it has, and this one has not,", unexpected)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            text += f"; {kind} {', '.join(names[:_SHOWN])}{more}"
+    return text
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.clone()

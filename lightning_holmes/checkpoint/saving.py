@@ -1,0 +1,147 @@
+"""One save: every rank writes its part, rank 0 the manifest, and the folder appears whole on every file system.
+
+Steps: parts are written beside the target; rank 0 gathers where the values stand; each file system's leader adds the
+files that are the same everywhere, the manifest last; when all are on the disk rank 0 renames its folder, and then
+the other leaders theirs. Whoever is killed in between leaves the old checkpoint, or, on file systems that had not
+renamed yet, a whole folder under its temporary name, where loading finds it.
+"""
+
+import json
+import pickle
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.folder import dcp_metadata, part_file, write_part
+from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, PLAN, REST, FileEntry, Manifest, ValueEntry
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.parts import Value
+from lightning_holmes.errors import CheckpointError
+from lightning_holmes.version import __version__
+
+TOPICS = ("files", "commit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSave:
+    """What one rank brings to a save.
+
+    ``rest`` is the file with everything that is no part, ``order`` the names of the whole ``state_dict``; both count
+    on rank 0. ``num_optimizers`` is None where optimizer states are not saved.
+    """
+
+    target: Path
+    token: str
+    file_systems: FileSystems
+    values: Mapping[Value, Any]
+    order: Sequence[str]
+    num_optimizers: int
+    rest: bytes
+    plan: str
+
+    def run(self, meeting: Meeting) -> None:
+        """Write; every rank must call.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write. The target is then as it was.
+        """
+        temporary = atomic.temporary_path(self.target, self.token)
+        try:
+            self._run(meeting, temporary)
+        except BaseException:
+            atomic.delete(temporary)
+            raise
+
+    def _run(self, meeting: Meeting, temporary: Path) -> None:
+        systems, rank = self.file_systems, meeting.rank
+        message: dict[str, Any]
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            path = temporary / part_file(rank)
+            entries = write_part(path, self.values)
+            message = {
+                "entries": [[name, asdict(entry)] for name, entry in entries.items()],
+                "bytes": path.stat().st_size,
+                "host": socket.gethostname(),
+            }
+        except Exception as error:
+            message = {"error": _failure(meeting, self.target, error)}
+        gathered = [json.loads(m) for m in meeting.gather("parts", json.dumps(message).encode())]
+        announcement: dict[str, Any] = {"error": next((m["error"] for m in gathered if "error" in m), "")}
+        if rank == 0 and not announcement["error"]:
+            files = self._common_files(gathered)
+            announcement["files"] = files if len(systems.leaders) > 1 else {}
+        else:
+            files = {}
+        announcement = pickle.loads(meeting.announce("files", pickle.dumps(announcement)))
+        if announcement["error"]:
+            raise CheckpointError(announcement["error"])
+        problem = ""
+        if systems.is_leader(rank):
+            try:
+                for name, data in (files or announcement["files"]).items():
+                    atomic.write_bytes(temporary / name, data)
+                atomic.sync_folder(temporary)
+            except Exception as error:
+                problem = _failure(meeting, self.target, error)
+        problems = [p.decode() for p in meeting.gather("ready", problem.encode())] if len(systems.leaders) > 1 else []
+        if rank == 0:
+            problem = next((p for p in problems if p), problem)
+            if not problem:
+                try:
+                    atomic.replace(temporary, self.target)
+                except Exception as error:
+                    problem = _failure(meeting, self.target, error)
+        problem = meeting.announce("commit", problem.encode()).decode()
+        if problem:
+            raise CheckpointError(problem)
+        if systems.is_leader(rank):
+            if rank != 0:
+                atomic.replace(temporary, self.target)
+            for left in atomic.temporary_paths(self.target):
+                atomic.delete(left)
+
+    def _common_files(self, gathered: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """The files that are the same on every file system, in the order of their writing."""
+        values: dict[Value, ValueEntry] = {}
+        files: dict[str, FileEntry] = {}
+        for rank, message in enumerate(gathered):
+            for name, entry in message["entries"]:
+                values.setdefault(tuple(name), ValueEntry(**{**entry, "shape": tuple(entry["shape"])}))
+            files[part_file(rank)] = FileEntry(
+                num_bytes=message["bytes"], file_system=self.file_systems.of_rank[rank], host=message["host"]
+            )
+        saved = {name[1]: entry for name, entry in values.items() if name[0] == "state_dict"}
+        names = [n for n in self.order if n in saved] + [n for n in saved if n not in set(self.order)]
+        optimizers: list[dict[str, dict[str, ValueEntry]]] = [{} for _ in range(self.num_optimizers)]
+        for name, entry in values.items():
+            if name[0] != "state_dict":
+                index = int(name[0].removeprefix("optimizer_"))
+                optimizers[index].setdefault(name[2], {})[name[3]] = entry
+        common = {REST: self.rest, PLAN: self.plan.encode()}
+        manifest = Manifest(
+            id=self.token,
+            files=files,
+            state_dict={n: saved[n] for n in names},
+            optimizers=optimizers,
+            rest_crc32=zlib.crc32(self.rest),
+            versions={"lightning_holmes": __version__, "torch": str(torch.__version__)},
+        )
+        common[METADATA] = dcp_metadata(manifest)
+        files |= {name: FileEntry(num_bytes=len(data)) for name, data in common.items()}
+        common[MANIFEST] = manifest.to_bytes()
+        return common
+
+
+def _failure(meeting: Meeting, target: Path, error: BaseException) -> str:
+    return (
+        f"{target} could not be written by rank {meeting.rank} on host {socket.gethostname()}: "
+        f"{type(error).__name__}: {error}; the checkpoint before it is still there"
+    )

@@ -1,0 +1,109 @@
+"""Staging: a copy of a rank's values that training does not change, and the thread that writes it.
+
+The copies' memory is kept for the next time: making it costs more than filling it.
+"""
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.checkpoint.parts import Value, same_memory
+
+
+class Staging:
+    """Memory on the host for one copy of a rank's values."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Value, Tensor] = {}
+
+    def copy(self, values: Mapping[Value, Any]) -> dict[Value, Any]:
+        """The values as they are now; valid until the next call."""
+        copies: dict[Value, Any] = {}
+        places: dict[Any, Any] = {}
+        buffers: dict[Value, Tensor] = {}
+        on_device = False
+        for name, value in values.items():
+            place = same_memory(name, value)
+            if place not in places:
+                if isinstance(value, Tensor):
+                    buffer = self._buffers.get(name)
+                    if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                        pinned = value.device.type == "cuda"
+                        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+                    on_device |= value.device.type != "cpu"
+                    buffers[name] = buffer.copy_(value.detach(), non_blocking=True)
+                    places[place] = buffer
+                else:
+                    places[place] = copy.deepcopy(value)
+            copies[name] = places[place]
+        if on_device:
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return copies
+
+
+class Writer:
+    """Runs one write at a time, in a thread if asked to, and keeps its failure until someone asks."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._later: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def run(self, write: Callable[[], None], *, background: bool) -> None:
+        """Wait for the write before, and start this one. Raises what went wrong with the one before."""
+        self.wait()
+        if not background:
+            write()
+            return
+        # a daemon: if the process ends by an error, a write that waits for other ranks must not keep it
+        self._thread = threading.Thread(target=self._run, args=(write,), name="holmes-checkpoint", daemon=True)
+        self._thread.start()
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Do ``action`` once the present write has ended well; at once if there is none. Dropped if it fails, since the
+        write was to take the place of what ``action`` removes."""
+        with self._lock:
+            if self._thread is not None:
+                self._later.append(action)
+                return
+        action()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the present write; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                warnings.warn("a checkpoint was still being written when the run ended; it is not complete")
+                return
+            with self._lock:
+                self._thread = None
+                later, self._later = self._later, []
+            if self._failure is None:
+                for action in later:
+                    action()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+            return
+        while True:
+            with self._lock:
+                if not self._later:
+                    return
+                action = self._later.pop(0)
+            try:
+                action()
+            except Exception as error:
+                warnings.warn(f"an old checkpoint could not be removed: {error}")

@@ -1,0 +1,204 @@
+"""Checkpoints as Lightning asks a strategy for them, where each rank holds a part of the module.
+
+A base of HolmesStrategy; what is done with states and files is lightning_holmes.checkpoint's.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_holmes import checkpoint as checkpoints
+from lightning_holmes.checkpoint import lightning_hooks, resume
+from lightning_holmes.collectives import ReplicaCollectives
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.plan import Plan
+
+
+class CheckpointingStrategy(ReplicaCollectives):
+    """Saves and loads for a strategy that sets ``_pipeline``, ``_plan`` and the like.
+
+    Args:
+        save_distributed_checkpoint: write folders, every rank its part, rather than one file; "auto" for more than
+            one process.
+        async_checkpoint: copy the state, and write while training goes on.
+    """
+
+    _pipeline: PipelineModule | None
+    _ended: PipelineModule | None
+    _plan: Plan | None
+    _failed: bool
+    _group_names: list[list[list[str]]]
+    _base_seed: int
+    _timeout: timedelta | None
+    _explaining: Callable[[], AbstractContextManager[None]]
+
+    def __init__(self, *, save_distributed_checkpoint: bool | Literal["auto"], async_checkpoint: bool) -> None:
+        super().__init__()
+        self._keeper = checkpoints.CheckpointKeeper(
+            distributed=save_distributed_checkpoint, background=async_checkpoint
+        )
+        self._saved_weights: tuple[Mapping[str, Any], bool] | None = None
+        self._saved_seed: int | None = None
+        lightning_hooks.install()
+
+    @property
+    def _job(self) -> checkpoints.Job:
+        groups = self._groups
+        return checkpoints.Job(
+            rank=self.global_rank,
+            size=self.world_size,
+            replica=0 if groups is None else groups.data_parallel_rank,
+            num_replicas=self.data_parallel_size,
+            timeout=self._timeout or timedelta(days=1),
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of replicas."""
+        raise NotImplementedError
+
+    @property
+    def _writes_folders(self) -> bool:
+        return self._keeper.writes_folders(self._job, self.checkpoint_io)
+
+    def agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
+        """What ``find()`` returns on rank 0, or raises there, on every rank; before the run is set up."""
+        self.setup_environment()
+        if self.world_size == 1:
+            return find()
+        path, error = None, None
+        if self.is_global_zero:
+            try:
+                path = find()
+            except Exception as exception:
+                error = exception
+        with self._explaining():
+            path, error = self.broadcast((path, error))
+        if error is not None:
+            raise error
+        return path
+
+    # what a checkpoint holds
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
+        pipeline = (self._pipeline or self._ended) if self._writes_folders else self._pipeline
+        if pipeline is None or self._groups is None:
+            return super().lightning_module_state_dict() if self.is_global_zero or not self._writes_folders else {}
+        if self._writes_folders:
+            return checkpoints.module_part(pipeline)
+        if self._groups.data_parallel_rank != 0 or self._failed:
+            return {}
+        with self._explaining():
+            return checkpoints.module_state_dict(pipeline, self._groups.edges)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
+        numbered as plain Lightning does: then all ranks must call."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
+        if pipeline is None or self._groups is None:
+            return {}
+        names = self._group_names[self.optimizers.index(optimizer)]
+        if self._writes_folders:
+            return checkpoints.optimizer_part(optimizer, names, pipeline)
+        if self._groups.data_parallel_rank != 0 or self._failed:
+            return {}
+        with self._explaining():
+            return checkpoints.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges)
+
+    # saving
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
+        failed = self._failed and self.world_size > 1
+        if failed and not self._writes_folders:
+            # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
+            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part of the module")
+            return
+        if "loops" in checkpoint:
+            self._keeper.add_what_resuming_needs(self._job, checkpoint, base_seed=self._base_seed, failed=failed)
+        plan = self._plan.to_yaml() if self._plan is not None else ""
+        background = self._keeper.background and self._pipeline is not None and not self._failed
+        if not self._writes_folders:
+            if not self._is_ours(filepath) or storage_options is not None:
+                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            else:
+                self._keeper.save_plain(self._job, checkpoint, filepath, plan=plan, background=background)
+            return
+        if storage_options is not None:
+            raise ConfigurationError(
+                f"storage_options={storage_options!r} is for a CheckpointIO, and a checkpoint folder uses none; set "
+                f"save_distributed_checkpoint=False"
+            )
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict(keep_vars=True)
+        about: dict[str, Any] = {
+            "order": list(state),
+            "parameters": frozenset(n for n, value in state.items() if isinstance(value, nn.Parameter)),
+            "plan": plan,
+        }
+        if failed:
+            try:
+                self._keeper.save_in_distress(self._job, checkpoint, filepath, **about)
+            except Exception as error:
+                warnings.warn(f"{filepath} is not saved: the run has failed, and not on all ranks at once ({error})")
+            return
+        with self._explaining():
+            self._keeper.save_folder(self._job, checkpoint, filepath, background=background, **about)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; all ranks must call."""
+        if self._is_ours(filepath):
+            self._keeper.remove(self._job, filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _is_ours(self, path: Any) -> bool:
+        """Whether we write and read a path ourselves: no CheckpointIO of the user's and no URL."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and checkpoints.is_local(path)
+
+    # loading
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's checkpoint, of either format and any layout; all ranks must call."""
+        if not self._is_ours(checkpoint_path) and not lightning_hooks.is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        with self._explaining():
+            loaded = self._keeper.load(self._job, checkpoint_path, weights_only=weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_seed = resume.base_seed(loaded)
+            resume.give_loaders_their_states(loaded, self._job.replica, self._job.num_replicas)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
+        self._saved_weights = (checkpoint["state_dict"], strict)
+        if self._pipeline is not None:
+            self._load_saved_weights()
+
+    def _load_saved_weights(self) -> None:
+        """Put the weights of the checkpoint that Lightning has opened into the module; all ranks must call."""
+        if self._saved_weights is not None:
+            assert self._pipeline is not None
+            saved, strict = self._saved_weights
+            self._saved_weights = None
+            checkpoints.load_module_state(self._pipeline, saved, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._pipeline is not None
+        saved = checkpoint["optimizer_states"]
+        for optimizer, state, names in zip(self.optimizers, saved, self._group_names, strict=True):
+            with self._explaining():
+                checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters)
+            _optimizers_to_device([optimizer], self.root_device)
