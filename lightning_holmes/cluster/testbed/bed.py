@@ -106,7 +106,9 @@ class Testbed:
         atexit.register(self._close_own)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:
+                before = signal.getsignal(number)
+                # another testbed's handler closes that one, and hands the signal on
+                if before == signal.SIG_DFL or getattr(before, "__func__", None) is Testbed._end_by_signal:
                     self._signals[number] = signal.signal(number, self._end_by_signal)
         return self
 
@@ -398,7 +400,7 @@ def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None
     for host, result in results.items():
         ended = f"exit {result.exit_code}" if result.exit_code is not None else "ended after another one's failure"
         if result.timed_out:
-            ended = f"ended after {timeout_s:.0f} s"
+            ended = f"ended after {timeout_s:g} s"
         tails.append(f"--- {host}: {ended}\n{result.output[-_TAIL_CHARACTERS:]}")
     raise TestbedError("the command failed on the testbed\n" + "\n".join(tails))
 

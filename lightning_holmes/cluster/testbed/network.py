@@ -134,7 +134,7 @@ def _build_switch(netlink: Any, layout: Layout) -> None:
     """All bridges, and the cables, whose other ends are put into the hosts' namespaces."""
     with _needs("bridges (CONFIG_BRIDGE)"):
         for bridge in layout.bridges:
-            netlink.link("add", ifname=bridge, kind="bridge")
+            netlink.link("add", ifname=bridge, kind="bridge", br_mcast_snooping=0)
             netlink.link("set", index=_index(netlink, bridge), state="up")
     for trunk in layout.trunks:
         _build_trunk(netlink, trunk)

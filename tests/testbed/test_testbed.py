@@ -1,0 +1,321 @@
+"""The testbed for real: namespaces, rates, shares of the CPU, commands, and that nothing is left of it."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions, network
+from lightning_holmes.cluster.testbed import bed as bed_module
+from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
+from lightning_holmes.cluster.testbed.state import bed_folder
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands import testbed as command
+from lightning_holmes.errors import ConfigurationError, TestbedError
+
+pytestmark = [
+    pytest.mark.usefixtures("testbed_works"),
+    pytest.mark.xdist_group("testbed"),
+    pytest.mark.timeout(120),
+]
+
+TEXT = """
+clusters:
+  - {name: a, hosts: [{name: a, count: 2, devices: 1, nics: [{name: ib0, kind: infiniband, bandwidth: 200 Mbit/s}]}]}
+  - {name: b, hosts: [{name: b, count: 2, devices: 1, nics: [{name: mlx, kind: roce, bandwidth: 200 Mbit/s}]}]}
+links: [{ends: [a, b], transport: ethernet, bandwidth: 40 Mbit/s, latency: 0}]
+"""
+ETHERNET_BYTES_PER_S = 10e6  # 80 Mbit/s
+OPTIONS = TestbedOptions(ethernet_bandwidth_bytes_per_s=ETHERNET_BYTES_PER_S, host_cpu_shares={"b-0": 0.3})
+PYTHON = [sys.executable, "-I", "-S"]
+TRANSFER = str(Path(__file__).parent / "transfer.py")
+SHELL = (
+    'if [ "$HOLMES_HOST_NAME" = "$1" ]; then exec "$3" -I -S "$4" receive; else exec "$3" -I -S "$4" send "$2" "$5"; fi'
+)
+
+
+@pytest.fixture(scope="module")
+def bed(testbed_works: None) -> Iterator[Testbed]:
+    with Testbed(Topology.from_yaml_text(TEXT), OPTIONS) as built:
+        yield built
+
+
+def transfer(
+    bed: Testbed, source: str, destination: str, seconds: float = 0.6, rate: float = ETHERNET_BYTES_PER_S
+) -> float:
+    """Bytes per second from a host to "host.nic" on another, over about `seconds` at the expected rate."""
+    host, nic = bed.layout.nic(destination)
+    argv = ["sh", "-c", SHELL, "sh", host.name, nic.address, sys.executable, TRANSFER, str(int(rate * seconds))]
+    results = bed.run(argv, hosts=[source, host.name], timeout_s=30, check=True)
+    return float(results[host.name].output)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "expected"),
+    [("a-0", "a-1.ib0", 25e6), ("b-1", "b-0.mlx", 25e6), ("a-0", "a-1.eth0", 10e6), ("b-0", "a-1.eth0", 5e6)],
+    ids=["infiniband", "roce", "ethernet", "across the link"],
+)
+def test_bytes_travel_at_the_rate_of_the_card_and_of_the_link(
+    bed: Testbed, source: str, destination: str, expected: float
+) -> None:
+    assert transfer(bed, source, destination, rate=expected) == pytest.approx(expected, rel=0.15)
+
+
+def test_a_new_rate_holds_in_both_directions_and_is_shown(bed: Testbed) -> None:
+    bed.set_rate("a-1.eth0", 2.5e6)
+    try:
+        assert transfer(bed, "a-0", "a-1.eth0", rate=2.5e6) == pytest.approx(2.5e6, rel=0.15)
+        assert transfer(bed, "a-1", "a-0.eth0", rate=2.5e6) == pytest.approx(2.5e6, rel=0.15)
+        (status,) = (s for s in bed.status() if (s.host, s.nic.name) == ("a-1", "eth0"))
+        assert status.bandwidth_bytes_per_s == 2.5e6
+    finally:
+        bed.set_rate("a-1.eth0", ETHERNET_BYTES_PER_S)
+
+
+def test_counters_count_the_card_that_was_used_and_no_other(bed: Testbed) -> None:
+    before = bed.counters()
+    transfer(bed, "a-0", "a-1.ib0", rate=25e6, seconds=0.1)
+    after = bed.counters()
+    sent = after["a-0"]["ib0"].sent - before["a-0"]["ib0"].sent
+    received = after["a-1"]["ib0"].received - before["a-1"]["ib0"].received
+    assert sent == pytest.approx(2.5e6, rel=0.02) and received == pytest.approx(2.5e6, rel=0.02)
+    for host, nic in (("a-0", "eth0"), ("a-1", "eth0"), ("b-0", "mlx"), ("b-1", "mlx")):
+        moved = after[host][nic].sent - before[host][nic].sent
+        assert moved < 1000, f"{host}.{nic}"
+    words = (bed.sysfs_root("a-0") / "class/infiniband/ib0/ports/1/counters/port_xmit_data").read_text()
+    assert 4 * int(words) == pytest.approx(after["a-0"]["ib0"].sent, abs=4)
+
+
+def test_a_card_that_is_down_carries_nothing_until_it_is_up(bed: Testbed) -> None:
+    _, nic = bed.layout.nic("b-1.mlx")
+    program = f"import socket; socket.create_connection(({nic.address!r}, 5000), timeout=0.3)"
+    port = bed.sysfs_root("b-1") / "class/infiniband/mlx/ports/1"
+    bed.set_down("b-1.mlx")
+    try:
+        result = bed.run([*PYTHON, "-c", program], hosts=["b-0"], timeout_s=20)["b-0"]
+        assert result.exit_code == 1 and re.search("timed out|No route", result.output)
+        assert (port / "state").read_text() == "1: DOWN\n"
+        assert [s.up for s in bed.status() if s.host == "b-1"] == [False, True]
+        listing = bed.run(["cat", "/sys/class/net/roce0/operstate"], hosts=["b-1"], timeout_s=20)
+        assert listing["b-1"].output.strip() == "down"
+    finally:
+        bed.set_up("b-1.mlx")
+    assert (port / "state").read_text() == "4: ACTIVE\n"
+    assert transfer(bed, "b-0", "b-1.mlx", rate=25e6, seconds=0.1) > 0
+
+
+def test_a_host_gets_its_share_of_the_cpu(bed: Testbed) -> None:
+    program = """if True:
+        import time
+        wall, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() - wall < 1.5: pass
+        print((time.process_time() - cpu) / (time.monotonic() - wall))
+    """
+    argv = [*PYTHON, "-c", program]
+    results = bed.run(argv, hosts=["b-0", "a-0"], timeout_s=20, check=True)
+    limited, free = (float(results[host].output) for host in ("b-0", "a-0"))
+    assert 0.15 < limited < 0.33, "others may hold the cores, so only the upper end is sharp"
+    assert free > 0.4
+
+
+def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
+    program = """if True:
+        import json, os, socket
+        names = ("HOLMES_HOST_NAME", "NODE_RANK", "NUM_NODES", "MASTER_ADDR", "WORLD_SIZE", "MINE", "OURS")
+        print(json.dumps({name: os.environ.get(name) for name in names} | {
+            "called": socket.gethostname(), "address": socket.gethostbyname(socket.gethostname()),
+            "interfaces": sorted(os.listdir("/sys/class/net")),
+            "devices": os.listdir(os.environ["HOLMES_SYSFS_ROOT"] + "/class/infiniband")}))
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "7")  # this process's own: not theirs
+        results = bed.run(
+            [*PYTHON, "-c", program],
+            shuffle=True,
+            env={"OURS": "1"},
+            host_env=lambda host: {"MINE": host},
+            timeout_s=20,
+            check=True,
+        )
+    found = {host: json.loads(result.output) for host, result in results.items()}
+    order = sorted(found, key=lambda host: int(found[host]["NODE_RANK"]))
+    assert [found[host]["NODE_RANK"] for host in order] == ["0", "1", "2", "3"]
+    assert order != list(bed.hosts), "shuffled"
+    first = bed.layout.host(order[0]).ethernet.address
+    for host, told in found.items():
+        assert told["HOLMES_HOST_NAME"] == told["called"] == told["MINE"] == host
+        assert (told["NUM_NODES"], told["MASTER_ADDR"], told["OURS"], told["WORLD_SIZE"]) == ("4", first, "1", None)
+        assert told["address"] == bed.layout.host(host).ethernet.address
+        assert set(told["interfaces"]) == {"lo", "eth0", "ib0" if host[0] == "a" else "roce0"}
+        assert told["devices"] == ["ib0" if host[0] == "a" else "mlx"]
+
+
+def test_torchrun_numbers_processes_by_node(bed: Testbed) -> None:
+    program = "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
+    order = ["b-0", "a-0"]
+    results = bed.torchrun(
+        ["--no-python", *PYTHON, "-c", program],
+        nproc_per_node=2,
+        hosts=["a-0", "b-0"],
+        node_order=order,
+        timeout_s=100,
+        check=True,
+    )
+    address = bed.layout.host("b-0").ethernet.address
+    for node, host in enumerate(order):
+        lines = [line for line in results[host].output.splitlines() if line.endswith(f" 4 {address}")]
+        assert sorted(lines) == [f"{rank} {node} 4 {address}" for rank in (2 * node, 2 * node + 1)]
+
+
+def pids_of(bed: Testbed) -> list[int]:
+    return CpuGroup(find_cpu_hierarchy(), f"{bed.options.prefix}{bed.bed_id}").pids()
+
+
+def test_a_run_is_ended_at_its_limit_with_all_that_it_started(bed: Testbed) -> None:
+    heard: list[tuple[str, str]] = []
+    started = time.monotonic()
+    results = bed.run(
+        ["sh", "-c", "echo here; setsid sleep 60 & sleep 60"],
+        hosts=["a-0", "a-1"],
+        timeout_s=0.5,
+        echo=lambda host, line: heard.append((host, line)),
+    )
+    assert time.monotonic() - started < 5
+    assert sorted(heard) == [("a-0", "here"), ("a-1", "here")]
+    assert all(result.timed_out and result.exit_code is None for result in results.values())
+    assert pids_of(bed) == []
+    with pytest.raises(TestbedError, match=r"a-0: ended after 0.5 s\nhere"):
+        bed_module.raise_if_failed(results, 0.5)
+
+
+def test_one_failed_host_ends_the_others_after_the_grace(bed: Testbed) -> None:
+    argv = ["sh", "-c", 'test "$HOLMES_HOST_NAME" = a-0 || sleep 60; exit 3']
+    started = time.monotonic()
+    results = bed.run(argv, hosts=["a-0", "b-1"], timeout_s=60, grace_s=0.2)
+    assert time.monotonic() - started < 10
+    assert (results["a-0"].exit_code, results["b-1"].exit_code, results["b-1"].timed_out) == (3, None, False)
+    result: HostResult = bed.run(["no-such-program"], hosts=["a-0"], timeout_s=10)["a-0"]
+    assert result.exit_code == 1 and "no-such-program: No such file" in result.output
+
+
+def test_wrong_names_and_orders_are_refused(bed: Testbed) -> None:
+    with pytest.raises(TestbedError, match="no host 'x'"):
+        bed.run(["true"], hosts=["x"])
+    with pytest.raises(ConfigurationError, match="must hold each of"):
+        bed.run(["true"], node_order=["a-0"])
+    with pytest.raises(ConfigurationError, match="at least 8 kbit/s"):
+        bed.set_rate("a-0.eth0", 1)
+
+
+def remains(bed_id: str) -> list[str]:
+    """What bears a testbed's name."""
+    names = [path.name for path in network.NAMESPACES.glob(f"holmes-{bed_id}-*")]
+    folders = [CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}").path, bed_folder("holmes-", bed_id)]
+    return names + [str(path) for path in folders if path.exists()]
+
+
+def hold(pipe: Connection, bed_id: str) -> None:
+    """In a process of its own: builds a testbed, starts something on it and waits to be killed."""
+    with Testbed(Topology.from_yaml_text(TEXT), bed_id=bed_id) as built:
+        pipe.send(len(remains(bed_id)))
+        built.run(["sleep", "60"], timeout_s=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_testbed_whose_process_was_killed(number: signal.Signals) -> None:
+    bed_id = f"killed{int(number)}_{os.getpid()}"
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs, bed_id))
+    process.start()
+    try:
+        assert ours.poll(20) and ours.recv() == 7  # the switch, four hosts, a cgroup, a folder
+        group = CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}")
+        deadline = time.monotonic() + 20
+        while len(group.pids()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(group.pids()) == 4
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(20)
+        assert process.exitcode == -number
+    finally:
+        process.kill()
+    if number == signal.SIGKILL:
+        assert len(remains(bed_id)) == 7
+        with Testbed(Topology.from_yaml_text(TEXT)):  # the next one of any name removes what nobody owns
+            assert remains(bed_id) == []
+    assert remains(bed_id) == []
+
+
+def test_two_testbeds_do_not_meet() -> None:
+    topology = Topology.from_yaml_text(TEXT)
+    with Testbed(topology) as first:
+        with Testbed(topology, OPTIONS) as second:
+            assert first.layout.hosts[0].ethernet.address == second.layout.hosts[0].ethernet.address
+            before = first.counters()
+            transfer(second, "a-0", "a-1.eth0", seconds=0.1)
+            assert first.counters() == before
+            first.set_down("a-0.eth0")
+            assert all(status.up for status in second.status())
+        assert first.run(["true"], timeout_s=20, check=True).keys() == set(first.hosts)
+    assert remains(first.bed_id) == remains(second.bed_id) == []
+
+
+def test_the_state_is_kept_between_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(TEXT)
+    bed_id = f"cli_{os.getpid()}"
+
+    def call(*args: str) -> str:
+        before, _, behind = " ".join(args).partition(" -- ")
+        command.main([*before.split(), "--id", bed_id, *(["--", *behind.split()] if behind else [])])
+        return capsys.readouterr().out
+
+    def row(text: str, host: str, nic: str) -> list[str]:
+        (found,) = (line for line in text.splitlines() if f" {host} " in line and f" {nic} " in line)
+        return [cell.strip() for cell in found.strip("│ ").split("│")]
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(call, "down")
+        table = call("up", str(file), "--ethernet", "100mbit", "--cpu-share", "0.5")
+        assert row(table, "a-0", "eth0")[2] == "0.5" and row(table, "a-0", "eth0")[8] == "100 Mbit/s"
+        call("set", "a-0.eth0", "rate=50mbit")
+        call("set", "b-1.mlx", "down")
+        table = call("status")
+        assert row(table, "a-0", "eth0")[7:9] == ["up", "50 Mbit/s"]
+        assert row(table, "b-1", "mlx")[7:9] == ["down", "200 Mbit/s"]
+        out = call("run", "--host", "b-1", "--", "sh", "-c", "hostname")
+        assert out == "[b-1] b-1\n"
+        with pytest.raises(SystemExit) as caught:
+            call("run", "--timeout", "20", "--", "false")
+        assert caught.value.code == 1 and "a-0: exit 1" in capsys.readouterr().err
+        with pytest.raises(ConfigurationError, match="'sideways' is no change; write rate=50mbit, down or up"):
+            call("set", "a-0.eth0", "sideways")
+        with pytest.raises(ConfigurationError, match="no command to run"):
+            call("run")
+        for namespace in network.remove_namespaces(f"holmes-{bed_id}-"):
+            assert namespace.startswith("holmes-")
+        with pytest.raises(TestbedError, match="only remains are left"):
+            call("status")
+        call("up", str(file))  # makes it anew
+        assert row(call("status"), "b-1", "mlx")[7] == "up"
+        assert call("down") == f"testbed {bed_id} is down\n"
+        assert remains(bed_id) == []
+        with pytest.raises(TestbedError, match=f"there is no testbed '{bed_id}'"):
+            call("status")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("50mbit", 6.25e6), ("1.5Gbit", 187.5e6), ("50 Mbit/s", 6.25e6)])
+def test_rates_are_read_as_tc_and_topology_files_write_them(text: str, expected: float) -> None:
+    assert command.parse_rate(text, source="rate") == expected
+    with pytest.raises(ConfigurationError, match=r"rate.*a positive bandwidth"):
+        command.parse_rate("fast", source="rate")
