@@ -1,0 +1,435 @@
+"""How the ranks of a job find out together what exists: inventories go through the store, rank 0 decides.
+
+Every rank puts its inventory into the job's store as JSON. Rank 0 groups the hosts, has one rank of each host
+(the lowest, its agent) try and measure connections, and puts the topology into the store, where all others read
+it: all have the same one. Whoever does not answer is named, after a time; an error of one rank reaches all.
+
+    topology = discover_topology(store, rank, world_size)     # every rank must call, in the same order
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+from lightning_holmes.cluster.fabric import NicEnd, group_hosts
+from lightning_holmes.cluster.hardware import HostInventory, probe_host
+from lightning_holmes.cluster.json_data import from_data, parse_json, to_data
+from lightning_holmes.cluster.live_host import LiveHost, merge_ranks
+from lightning_holmes.cluster.live_nics import with_live_nics
+from lightning_holmes.cluster.measure import choose_pairs, load_speeds, save_speeds, schedule, with_speeds
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_tasks
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError, RemoteError
+
+_ROUNDS = 8  # of connection tests; each parts one more fabric from those that look alike
+_ANSWER_S = 12.0  # what a round may take beyond its tasks
+
+
+class Store(Protocol):
+    """What is used of torch's c10d stores (TCPStore, HashStore, PrefixStore)."""
+
+    def set(self, key: str, value: Any, /) -> Any: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What discovery may do.
+
+    Attributes:
+        connect: try connections; without it hints alone decide, and no port is opened.
+        measure: measure speeds (needs connect).
+        refresh: measure even if speeds are known from before.
+        port_range: (first, last) port of the listeners; None: any.
+        max_age_s: how old kept speeds may be.
+    """
+
+    connect: bool = True
+    measure: bool = True
+    refresh: bool = False
+    port_range: tuple[int, int] | None = None
+    max_age_s: float = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Endpoints:
+    """What an agent's listener opened."""
+
+    endpoints: tuple[Endpoint, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class _Board:
+    """A job's store for one discovery: keys of their own, a common deadline, and errors that name ranks."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        # Ranks discover in the same order, so each counts its own calls and all come to the same number.
+        number = store.add(f"holmes/discoveries/{rank}", 1)
+        self._store = store
+        self._prefix = f"holmes/discovery/{number}/"
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        # Rank 0 names who is missing when its time is up; the others wait a little longer to hear it.
+        self.deadline = time.monotonic() + timeout_s + (_ANSWER_S if rank else 0)
+
+    def put(self, key: str, data: Any) -> None:
+        self._store.set(self._prefix + key, json.dumps(data, allow_nan=False, separators=(",", ":")))
+
+    def get(self, key: str, *, who: str) -> Any:
+        """Data under a key; RemoteError names ``who`` if it does not come."""
+        if not self.wait([key], self.deadline - time.monotonic()):
+            raise RemoteError(f"{who} did not answer within {self.timeout_s:g} s while the clusters were being found")
+        return parse_json(self._store.get(self._prefix + key), source=who)
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all keys came in time."""
+        names = [self._prefix + key for key in keys]
+        try:
+            self._store.wait(names, timedelta(seconds=max(seconds, 0.01)))
+        except Exception:  # stores raise what they like: DistStoreError, RuntimeError, LookupError
+            return self._store.check(names)
+        return True
+
+    def has(self, key: str) -> bool:
+        return self._store.check([self._prefix + key])
+
+
+def exchange_inventories(
+    store: Store, rank: int, world_size: int, local: HostInventory, *, timeout_s: float = 120.0
+) -> list[HostInventory]:
+    """The inventories of all ranks, by rank. Every rank must call.
+
+    Raises:
+        RemoteError: ranks did not answer in time; it names them.
+        ConfigurationError: what a rank sent is no inventory.
+    """
+    board = _Board(store, rank, world_size, timeout_s)
+    board.put(f"inventory/{rank}", {"inventory": to_data(local)})
+    return _gather_inventories(board)
+
+
+def discover_topology(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    local: HostInventory | None = None,
+    given: Topology | None = None,
+    overrides: Mapping[str, str] | None = None,
+    options: ProbeOptions | None = None,
+    timeout_s: float = 120.0,
+    master_addr: str | None = None,
+) -> Topology:
+    """What exists, the same on every rank. Every rank must call, with the same arguments but for ``local``.
+
+    Args:
+        store: the job's c10d store.
+        local: this host's inventory; default :func:`probe_host`.
+        given: a topology file, which decides hosts and clusters; it is matched to the hosts of the job.
+        overrides: cluster by host name; wins over HOLMES_CLUSTER.
+        timeout_s: after this nobody waits any longer.
+        master_addr: name or address of the master, to find the interface that reaches it; default MASTER_ADDR.
+
+    Raises:
+        RemoteError: a rank failed or did not answer; the message names it.
+        ConfigurationError: the topology file, the overrides or the port range do not fit.
+    """
+    options = options or ProbeOptions()
+    board = _Board(store, rank, world_size, timeout_s)
+    try:
+        mine = local if local is not None else probe_host(master_addr=_numeric(master_addr))
+        board.put(f"inventory/{rank}", {"inventory": to_data(mine)})
+    except Exception as error:
+        board.put(f"inventory/{rank}", {"error": f"{type(error).__name__}: {error}"[:2000]})
+        raise
+    if rank != 0:
+        return _follow(board, mine, options)
+    try:
+        topology = _Leader(board, mine, options).decide(given, overrides)
+    except BaseException as error:
+        board.put("end", {"error": f"{type(error).__name__}: {error}"[:4000]})
+        _release_followers(board)
+        raise
+    board.put("end", {"topology": to_data(topology)})
+    _release_followers(board)
+    return topology
+
+
+def _gather_inventories(board: _Board) -> list[HostInventory]:
+    keys = [f"inventory/{rank}" for rank in range(board.world_size)]
+    if not board.wait(keys, board.deadline - time.monotonic()):
+        missing = [rank for rank, key in enumerate(keys) if not board.has(key)]
+        shown = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        raise RemoteError(
+            f"no answer within {board.timeout_s:g} s from rank {shown} while the clusters were being found: "
+            "are these processes running, and do all of them use strategy='holmes'?"
+        )
+    inventories = []
+    for rank, key in enumerate(keys):
+        data = board.get(key, who=f"rank {rank}")
+        inventories.append(from_data(HostInventory, _content(data, "inventory", f"rank {rank}"), source=f"rank {rank}"))
+    return inventories
+
+
+def _content(data: Any, key: str, who: str) -> Any:
+    if isinstance(data, dict) and "error" in data:
+        raise RemoteError(f"{who} failed while the clusters were being found: {str(data['error'])[:4000]}")
+    if not isinstance(data, dict) or key not in data:
+        raise ConfigurationError(f"{who}: its message has no {key!r}")
+    return data[key]
+
+
+# The agents' side
+
+
+def _release_followers(board: _Board) -> None:
+    for rank in range(1, board.world_size):
+        if not board.has(f"role/{rank}"):
+            board.put(f"role/{rank}", {"end": True})
+
+
+def _follow(board: _Board, mine: HostInventory, options: ProbeOptions) -> Topology:
+    role = board.get(f"role/{board.rank}", who="rank 0")
+    if "end" not in role:
+        try:
+            with _Agent(board, mine, options, role) as agent:
+                agent.obey()
+        except Exception as error:
+            board.put(f"endpoints/{board.rank}", {"error": f"{error}"[:2000]})
+            raise
+    end = board.get("end", who="rank 0")
+    return from_data(Topology, _content(end, "topology", "rank 0"), source="rank 0")
+
+
+class _Agent:
+    """The rank that opens listeners and runs tasks for its host."""
+
+    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions, role: Any) -> None:
+        self._board = board
+        name, token = _content(role, "host", "rank 0"), _content(role, "token", "rank 0")
+        self._token = bytes.fromhex(token)
+        self._listener = Listener(host=name, nics=mine.nics(), token=self._token, port_range=options.port_range)
+        self.host = name
+        opened = _Endpoints(endpoints=self._listener.endpoints, warnings=tuple(self._listener.warnings))
+        board.put(f"endpoints/{board.rank}", {"opened": to_data(opened)})
+
+    def __enter__(self) -> _Agent:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.close()
+
+    def obey(self) -> None:
+        """Run what rank 0 says, until it says that this is the end."""
+        step = 0
+        while True:
+            message = self._board.get(f"step/{step}/{self._board.rank}", who="rank 0")
+            if "end" in message:
+                return
+            self.perform(step, [from_data(ProbeTask, task, source="rank 0") for task in message["tasks"]])
+            step += 1
+
+    def perform(self, step: int, tasks: Sequence[ProbeTask]) -> None:
+        """Run tasks and put what they gave into the store."""
+        results = run_tasks(tasks, token=self._token)
+        self._board.put(f"result/{step}/{self._board.rank}", {"results": [to_data(result) for result in results]})
+
+
+# Rank 0's side
+
+
+class _Leader:
+    """Rank 0: gathers, groups, has connections tried and measured."""
+
+    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions) -> None:
+        self._board = board
+        self._mine = mine
+        self._options = options
+        self._step = 0
+        self._agents: dict[str, int] = {}
+        self._endpoints: dict[str, tuple[Endpoint, ...]] = {}
+        self._own: _Agent | None = None
+        self._warnings: list[str] = []
+
+    def decide(self, given: Topology | None, overrides: Mapping[str, str] | None) -> Topology:
+        inventories = _gather_inventories(self._board)
+        hosts = merge_ranks(inventories, overrides)
+        try:
+            if self._options.connect and len(hosts) > 1:
+                self._appoint_agents(hosts)
+            if given is not None:
+                by_rank = {rank: host.name for host in hosts for rank in host.ranks}
+                topology = given.with_ranks([by_rank[rank] for rank in range(len(inventories))])
+                by_name = {host.name: host for host in hosts}
+                live = {name: by_name[other] for name, other in _live_names(topology, hosts).items()}
+                topology = with_live_nics(topology, live)
+            else:
+                topology = self._group(inventories, overrides)
+            topology = replace(topology, warnings=(*topology.warnings, *self._warnings))
+            return self._with_speeds(topology, hosts)
+        finally:
+            self._dismiss()
+
+    def _appoint_agents(self, hosts: Sequence[LiveHost]) -> None:
+        token = secrets.token_bytes(32)
+        self._agents = {host.name: min(host.ranks) for host in hosts}
+        by_rank = {rank: name for name, rank in self._agents.items()}
+        for rank in range(1, self._board.world_size):
+            role = {"host": by_rank[rank], "token": token.hex()} if rank in by_rank else {"end": True}
+            self._board.put(f"role/{rank}", role)
+        self._own = _Agent(self._board, self._mine, self._options, {"host": by_rank[0], "token": token.hex()})
+        for name, rank in self._agents.items():
+            data = self._board.get(f"endpoints/{rank}", who=f"rank {rank} on host {name}")
+            opened = from_data(
+                _Endpoints, _content(data, "opened", f"rank {rank} on host {name}"), source=f"rank {rank}"
+            )
+            self._endpoints[name] = tuple(replace(endpoint, host=name) for endpoint in opened.endpoints)
+            self._warnings += [f"{name}: {warning}" for warning in opened.warnings]
+
+    def _dismiss(self) -> None:
+        for rank in self._agents.values():
+            if rank != 0:
+                self._board.put(f"step/{self._step}/{rank}", {"end": True})
+        if self._own is not None:
+            self._own.__exit__()
+
+    def _group(self, inventories: Sequence[HostInventory], overrides: Mapping[str, str] | None) -> Topology:
+        known: dict[tuple[NicEnd, NicEnd], bool | None] = {}
+        nics = {
+            (host.name, nic.name): nic for host in merge_ranks(inventories, overrides) for nic in host.inventory.nics()
+        }
+        for _ in range(_ROUNDS):
+            asked: list[tuple[NicEnd, NicEnd]] = []
+
+            def reachable(one: NicEnd, other: NicEnd, asked: list[tuple[NicEnd, NicEnd]] = asked) -> bool | None:
+                if (one, other) not in known:
+                    asked.append((one, other))
+                return known.get((one, other))
+
+            topology = group_hosts(inventories, reachable=reachable, overrides=overrides)
+            tasks = {}
+            for one, other in asked if self._agents else ():
+                task = self._task(other.host, nics[other.host, other.nic], one.host, nics[one.host, one.nic])
+                known[one, other] = None  # unless it can be tried
+                if task is not None:
+                    tasks[one, other] = task
+            if not tasks:
+                return topology
+            results = self._run(list(tasks.values()))
+            for pair, result in zip(tasks, results, strict=True):
+                known[pair] = result.error is None
+        return topology
+
+    def _with_speeds(self, topology: Topology, hosts: Sequence[LiveHost]) -> Topology:
+        if not (self._options.measure and self._agents):
+            return with_speeds(topology, [], {})
+        if not self._options.refresh:
+            known = load_speeds(topology, max_age_s=self._options.max_age_s)
+            if known is not None:
+                return known
+        live = _live_names(topology, hosts)
+        candidates = []
+        for pair in choose_pairs(topology):
+            (one, other), (nic, target) = pair.hosts, pair.nics
+            task = self._task(live[one], nic, live[other], target)
+            if task is not None:
+                candidates.append((pair, task))
+        # Latency first, of all at once: that is little traffic. Who did not answer is not measured any further.
+        latencies = self._run([task for _, task in candidates])
+        alive = [(p, t, r) for (p, t), r in zip(candidates, latencies, strict=True) if r.error is None]
+        slots, seconds, interval = schedule([pair for pair, _, _ in alive])
+        tasks = [
+            replace(task, seconds=seconds, start_s=slot * interval)
+            for (_, task, _), slot in zip(alive, slots, strict=True)
+        ]
+        results = {pair.key: latency for (pair, _), latency in zip(candidates, latencies, strict=True)}
+        for (pair, _, latency), result in zip(alive, self._run(tasks), strict=True):
+            results[pair.key] = replace(result, latency_s=latency.latency_s)
+        measured = with_speeds(topology, [pair for pair, _ in candidates], results)
+        problem = save_speeds(measured)
+        return replace(measured, warnings=(*measured.warnings, problem)) if problem else measured
+
+    def _task(self, host: str, nic: Nic, target_host: str, target: Nic) -> ProbeTask | None:
+        """From a NIC to an endpoint of another, over a common IP version, preferably IPv4; None if there is none."""
+        for endpoint in self._endpoints.get(target_host, ()):
+            if endpoint.address not in target.addresses:
+                continue
+            for address in nic.addresses:
+                if nic.up and (":" in address) == (":" in endpoint.address):
+                    return ProbeTask(
+                        source_host=host,
+                        source_nic=nic.name,
+                        source_address=address,
+                        source_interface=nic.interface if nic.interface != "lo" else None,
+                        target=endpoint,
+                    )
+        return None
+
+    def _run(self, tasks: Sequence[ProbeTask]) -> list[ProbeResult]:
+        """Have agents run tasks; one that does not answer has failed at its tasks."""
+        if not tasks:
+            return []
+        step, self._step = self._step, self._step + 1
+        by_rank: dict[int, list[int]] = {rank: [] for rank in self._agents.values()}
+        for index, task in enumerate(tasks):
+            by_rank[self._agents[task.source_host]].append(index)
+        for rank, mine in by_rank.items():
+            if rank != 0:
+                self._board.put(f"step/{step}/{rank}", {"tasks": [to_data(tasks[index]) for index in mine]})
+        longest = max(task.start_s + task.seconds for task in tasks)
+        end = time.monotonic() + longest + _ANSWER_S
+        assert self._own is not None
+        self._own.perform(step, [tasks[index] for index in by_rank[0]])
+        results: dict[int, ProbeResult] = {}
+        for rank, mine in by_rank.items():
+            if not mine:
+                continue
+            key, who = f"result/{step}/{rank}", f"rank {rank} on host {tasks[mine[0]].source_host}"
+            if not self._board.wait([key], end - time.monotonic()):
+                for index in mine:
+                    results[index] = _silent(tasks[index], f"{who} did not answer within {longest + _ANSWER_S:g} s")
+                continue
+            entries = _content(self._board.get(key, who=who), "results", who)
+            if not isinstance(entries, list) or len(entries) != len(mine):
+                raise ConfigurationError(f"{who}: {len(mine)} results were expected")
+            for index, entry in zip(mine, entries, strict=True):
+                results[index] = from_data(ProbeResult, entry, source=who)
+        return [results[index] for index in range(len(tasks))]
+
+
+def _silent(task: ProbeTask, why: str) -> ProbeResult:
+    return ProbeResult(
+        source_host=task.source_host,
+        source_nic=task.source_nic,
+        target_host=task.target.host,
+        target_nic=task.target.nic,
+        error=why,
+    )
+
+
+def _live_names(topology: Topology, hosts: Sequence[LiveHost]) -> dict[str, str]:
+    """The name of the live host behind each host of a topology with ranks."""
+    by_rank = {rank: host.name for host in hosts for rank in host.ranks}
+    return {host.name: by_rank[topology.ranks_of_host(host.name)[0]] for host in topology.hosts}
+
+
+def _numeric(master_addr: str | None) -> str | None:
+    """The numeric address of the master; a name has been looked up by the launcher before, so this is quick."""
+    name = master_addr or os.environ.get("MASTER_ADDR")
+    if not name:
+        return None
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None

@@ -1,0 +1,89 @@
+"""A hand-written topology completed by what its hosts have: interfaces, addresses, and which NICs are up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lightning_holmes.cluster.live_host import LiveHost
+from lightning_holmes.cluster.network import Cluster, Host, Nic, TransportKind
+from lightning_holmes.cluster.topology import Topology
+
+
+def with_live_nics(topology: Topology, live: Mapping[str, LiveHost]) -> Topology:
+    """What the file says stands; what it leaves open is taken from the hosts.
+
+    NICs are matched by name, else by interface. One that its host does not have is taken to be down, with a
+    warning. A host without NICs in the file gets all that it has, one without Ethernet its Ethernet ones.
+
+    Args:
+        live: the live host behind each host of the file, by the file's name.
+    """
+    warnings = list(topology.warnings)
+    clusters = []
+    for cluster in topology.clusters:
+        hosts = tuple(_complete(host, live[host.name], cluster.name, warnings) for host in cluster.hosts)
+        kind = cluster.fabric or _shared_kind(hosts)
+        without = [host.name for host in hosts if kind != "ethernet" and host.nic_of(kind) is None]
+        fallback = cluster.fallback
+        if without and fallback is None:
+            fallback = f"no {kind} card is up on {', '.join(without)}"
+            warnings.append(f"cluster {cluster.name}: {fallback}; groups with such a host use Ethernet")
+        clusters.append(Cluster(name=cluster.name, hosts=hosts, fabric=kind, fallback=fallback, speeds=cluster.speeds))
+    return replace(topology, clusters=tuple(clusters), warnings=tuple(warnings))
+
+
+def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> Host:
+    available = live.inventory.nics()
+    nics = []
+    for nic in host.nics:
+        found = _find(nic, available)
+        if found is None:
+            has = ", ".join(other.name for other in available) or "none"
+            warnings.append(
+                f"cluster {cluster}: the topology names the NIC {nic.name} of host {host.name}, but {live.name} has "
+                f"{has}; it is taken to be down"
+            )
+            nics.append(replace(nic, up=False))
+            continue
+        nics.append(
+            replace(
+                nic,
+                bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s or found.bandwidth_bytes_per_s,
+                interface=nic.interface or found.interface,
+                addresses=nic.addresses or found.addresses,
+                up=nic.up and found.up,
+                fabric=nic.fabric or _fabric(nic.kind, cluster),
+                near_devices=nic.near_devices or found.near_devices,
+            )
+        )
+    names = {nic.name for nic in nics}
+    missing_ethernet = all(nic.kind != "ethernet" for nic in host.nics)
+    for other in available:
+        wanted = not host.nics or (other.kind == "ethernet" and missing_ethernet)
+        if wanted and other.name not in names:
+            nics.append(replace(other, fabric=_fabric(other.kind, cluster)))
+    return replace(host, nics=tuple(nics))
+
+
+def _find(nic: Nic, available: Sequence[Nic]) -> Nic | None:
+    for other in available:
+        if other.name == nic.name:
+            return other
+    for other in available:
+        if other.interface is not None and other.interface in (nic.name, nic.interface):
+            return other
+    return None
+
+
+def _fabric(kind: str, cluster: str) -> str | None:
+    """The file's word makes a cluster one fabric; of Ethernet it says nothing."""
+    return f"{kind}/{cluster}" if kind != "ethernet" else None
+
+
+def _shared_kind(hosts: Sequence[Host]) -> TransportKind:
+    kinds: tuple[TransportKind, ...] = ("infiniband", "roce")
+    for kind in kinds:
+        if all(any(nic.kind == kind for nic in host.nics) for host in hosts):
+            return kind
+    return "ethernet"

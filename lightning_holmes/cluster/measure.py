@@ -1,0 +1,249 @@
+"""Which pairs of hosts stand for each class of link, when they measure, and how results enter the topology.
+
+Pure, but for the cache on disk. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
+each pair of clusters. What a topology file states is not measured. Pairs that share no host measure at the same
+time, so that a job of 64 hosts needs few rounds.
+
+    pairs = choose_pairs(topology)
+    rounds = schedule(pairs)                                # the slot of each pair
+    topology = with_speeds(topology, pairs, results)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_holmes.cluster.json_data import MAX_TEXT
+from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic, TransportKind, Unreachable
+from lightning_holmes.cluster.probe import ProbeResult
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+
+SECONDS = 0.5  # of sending a measurement, if few rounds are needed
+_LEAST_SECONDS = 0.04
+_BUDGET_S = 6.0  # of all rounds, so that 64 hosts stay under 10 s
+_MAX_AGE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two hosts that stand for the links of one class. clusters: twice the same inside a cluster."""
+
+    clusters: tuple[str, str]
+    transport: TransportKind
+    hosts: tuple[str, str]
+    nics: tuple[Nic, Nic]
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """How results name it."""
+        return self.hosts[0], self.nics[0].name, self.hosts[1], self.nics[1].name
+
+
+def choose_pairs(topology: Topology) -> list[Pair]:
+    """One pair of hosts for every class of link that is not stated. Hosts take turns, so that pairs can run at once."""
+    pairs: list[Pair] = []
+    turns = dict.fromkeys((cluster.name for cluster in topology.clusters), 0)
+    for cluster in topology.clusters:
+        for transport in dict.fromkeys((cluster.fabric or "ethernet", "ethernet")):
+            speed = cluster.speed(transport)
+            if speed is None or not (speed.measured or speed.nic_bytes_per_s is None):
+                pair = _pair_inside(cluster, transport, turns)
+                if pair is not None:
+                    pairs.append(pair)
+    stated = {frozenset(link.ends) for link in topology.links}
+    for index, one in enumerate(topology.clusters):
+        for other in topology.clusters[index + 1 :]:
+            if frozenset((one.name, other.name)) not in stated:
+                first, second = _take(one, "ethernet", turns), _take(other, "ethernet", turns)
+                if first is not None and second is not None:
+                    pairs.append(
+                        Pair(
+                            clusters=(one.name, other.name),
+                            transport="ethernet",
+                            hosts=(first[0].name, second[0].name),
+                            nics=(first[1], second[1]),
+                        )
+                    )
+    return pairs
+
+
+def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
+    """(slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot."""
+    busy: dict[str, set[int]] = {}
+    slots = []
+    for pair in pairs:
+        one, other = (busy.setdefault(host, set()) for host in pair.hosts)
+        slot = 0
+        while slot in one or slot in other:
+            slot += 1
+        one.add(slot)
+        other.add(slot)
+        slots.append(slot)
+    rounds = max(slots, default=0) + 1
+    seconds = min(SECONDS, max(_LEAST_SECONDS, _BUDGET_S / rounds - 0.05))
+    return slots, seconds, seconds + max(0.05, 0.2 * seconds)
+
+
+def with_speeds(
+    topology: Topology, pairs: Sequence[Pair], results: Mapping[tuple[str, str, str, str], ProbeResult]
+) -> Topology:
+    """The topology with what the pairs measured, what the NICs state elsewhere, and who was not reached."""
+    speeds: dict[str, list[LinkSpeed]] = {cluster.name: [] for cluster in topology.clusters}
+    links = list(topology.links)
+    unreachable = list(topology.unreachable)
+    for pair in pairs:
+        result = results.get(pair.key)
+        if result is None:
+            continue
+        if result.error is not None:
+            unreachable.append(Unreachable(ends=pair.hosts, transport=pair.transport, reason=result.error[:1000]))
+        if result.bandwidth_bytes_per_s is None or result.latency_s is None:
+            continue
+        if pair.clusters[0] == pair.clusters[1]:
+            speeds[pair.clusters[0]].append(
+                LinkSpeed(
+                    transport=pair.transport,
+                    bandwidth_bytes_per_s=result.bandwidth_bytes_per_s,
+                    latency_s=result.latency_s,
+                    nic_bytes_per_s=_slower(pair.nics),
+                    measured=True,
+                )
+            )
+        else:
+            links.append(
+                Link(
+                    ends=pair.clusters,
+                    transport=pair.transport,
+                    bandwidth_bytes_per_s=result.bandwidth_bytes_per_s,
+                    latency_s=result.latency_s,
+                    measured=True,
+                )
+            )
+    measured = any(result.bandwidth_bytes_per_s is not None for result in results.values())
+    return replace(
+        topology,
+        clusters=tuple(
+            replace(cluster, speeds=_complete(cluster, speeds[cluster.name])) for cluster in topology.clusters
+        ),
+        links=tuple(links),
+        unreachable=tuple(dict.fromkeys(unreachable)),
+        measured_at_s=time.time() if measured else topology.measured_at_s,
+    )
+
+
+def fingerprint(topology: Topology) -> str:
+    """The same for topologies of the same hosts, cards, addresses and clusters, whatever ranks they have."""
+    bare = replace(
+        topology,
+        clusters=tuple(
+            replace(cluster, speeds=(), hosts=tuple(replace(host, ranks=None) for host in cluster.hosts))
+            for cluster in topology.clusters
+        ),
+        links=tuple(link for link in topology.links if not link.measured),
+        unreachable=(),
+        warnings=(),
+        measured_at_s=None,
+        source=None,
+    )
+    return hashlib.sha256(bare.to_json().encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """HOLMES_CACHE_DIR, else lightning_holmes in XDG_CACHE_HOME or ~/.cache."""
+    given = os.environ.get("HOLMES_CACHE_DIR")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_holmes"
+
+
+def load_speeds(topology: Topology, *, max_age_s: float = _MAX_AGE_S) -> Topology | None:
+    """The topology with speeds that were measured before on the same one; None if there are none, or too old."""
+    path = cache_folder() / f"speeds-{fingerprint(topology)}.json"
+    with contextlib.suppress(OSError, ConfigurationError):
+        with path.open("rb") as file:
+            known = Topology.from_json(file.read(MAX_TEXT), source=str(path))
+        age = time.time() - (known.measured_at_s or 0)
+        speeds = {cluster.name: cluster.speeds for cluster in known.clusters}
+        if 0 <= age <= max_age_s and set(speeds) == {cluster.name for cluster in topology.clusters}:
+            clusters = tuple(replace(cluster, speeds=speeds[cluster.name]) for cluster in topology.clusters)
+            return replace(topology, clusters=clusters, links=known.links, measured_at_s=known.measured_at_s)
+    return None
+
+
+def save_speeds(topology: Topology) -> str | None:
+    """Keep measured speeds for the next run. Not if anybody was not reached: that is to be tried again.
+
+    Returns why it could not be done, or None.
+    """
+    if topology.measured_at_s is None or topology.unreachable:
+        return None
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix="speeds-")
+        with os.fdopen(handle, "w") as file:
+            file.write(topology.to_json())
+        os.replace(temporary, folder / f"speeds-{fingerprint(topology)}.json")
+    except OSError as error:
+        return f"measured speeds are not kept: {folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
+    return None
+
+
+def _pair_inside(cluster: Cluster, transport: TransportKind, turns: dict[str, int]) -> Pair | None:
+    first = _take(cluster, transport, turns)
+    if first is None:
+        return None
+    for host in (*cluster.hosts[turns[cluster.name] :], *cluster.hosts[: turns[cluster.name]]):
+        nic = _usable(host, transport, first[1].fabric if transport != "ethernet" else None)
+        if host.name != first[0].name and nic is not None:
+            turns[cluster.name] = (cluster.hosts.index(host) + 1) % len(cluster.hosts)
+            return Pair(
+                clusters=(cluster.name, cluster.name),
+                transport=transport,
+                hosts=(first[0].name, host.name),
+                nics=(first[1], nic),
+            )
+    return None
+
+
+def _take(cluster: Cluster, transport: TransportKind, turns: dict[str, int]) -> tuple[Host, Nic] | None:
+    """The next host of a cluster with a card of this kind that sockets can use."""
+    for step in range(len(cluster.hosts)):
+        index = (turns[cluster.name] + step) % len(cluster.hosts)
+        nic = _usable(cluster.hosts[index], transport, None)
+        if nic is not None:
+            turns[cluster.name] = (index + 1) % len(cluster.hosts)
+            return cluster.hosts[index], nic
+    return None
+
+
+def _usable(host: Host, transport: TransportKind, fabric: str | None) -> Nic | None:
+    for nic in host.nics:
+        if nic.kind == transport and nic.up and nic.addresses and fabric in (None, nic.fabric):
+            return nic
+    return None
+
+
+def _slower(nics: Sequence[Nic]) -> float | None:
+    rates = [nic.bandwidth_bytes_per_s for nic in nics if nic.bandwidth_bytes_per_s is not None]
+    return min(rates) if rates else None
+
+
+def _complete(cluster: Cluster, measured: Sequence[LinkSpeed]) -> tuple[LinkSpeed, ...]:
+    """Measured speeds, then those that were known before, then what the slowest of all hosts' NICs states."""
+    known = {speed.transport: speed for speed in (*cluster.speeds, *measured)}
+    for transport in dict.fromkeys((cluster.fabric or "ethernet", "ethernet")):
+        nics = [host.nic_of(transport) for host in cluster.hosts]
+        rates = [nic.bandwidth_bytes_per_s for nic in nics if nic is not None]
+        slowest = min((rate for rate in rates if rate is not None), default=None)
+        if transport not in known and len(cluster.hosts) > 1 and slowest is not None and None not in rates:
+            known[transport] = LinkSpeed(transport=transport, bandwidth_bytes_per_s=slowest, nic_bytes_per_s=slowest)
+    return tuple(known.values())

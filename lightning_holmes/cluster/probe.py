@@ -1,0 +1,376 @@
+"""Connection tests and measurements between hosts, by plain sockets bound to the interfaces' addresses.
+
+A Listener answers on every NIC of a host that it is given; run_tasks connects, measures and reports. Which hosts
+measure what is decided in measure.py. Both ends prove that they hold the job's token (HMAC-SHA256 over both
+sides' random numbers), and the answering end also which host and NIC it is: a private address may belong to
+another machine than the one that is meant. Every read is bounded in bytes and time, and a peer that says anything
+unexpected is dropped, so that nothing that connects here can do harm or hold it up.
+
+    with Listener(host="a", nics=nics, token=token) as listener:
+        listener.endpoints                      # told to the others through the store
+    run_tasks([ProbeTask(source=..., target=..., ...)], token=token)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.errors import ConfigurationError
+
+_HELLO = b"HOLMES1\n"
+_NONCE, _MAC = 16, 32
+_REQUEST = struct.Struct(f">{_NONCE}sI{_MAC}s")  # the caller's random number, milliseconds of sending, proof
+_REPORT = struct.Struct(">dQ")  # seconds and bytes that arrived in them
+_CHUNK = 1 << 20
+MAX_BYTES = 256 << 20  # of one measurement
+MAX_SECONDS = 5.0
+_PINGS = 20
+_MAX_PINGS = 64
+_CONNECTIONS = 256  # at once; more wait in the kernel's queue
+_HANDSHAKE_S = 2.0
+_RAMP = 0.25  # of the time: TCP's slow start and a shaper's burst are left out of the rate
+_SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a host's listener answers for one NIC."""
+
+    host: str
+    nic: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTask:
+    """Connect from a NIC to an endpoint; send for ``seconds`` (0: only measure latency), starting at ``start_s``."""
+
+    source_host: str
+    source_nic: str
+    source_address: str
+    target: Endpoint
+    source_interface: str | None = None
+    seconds: float = 0.0
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """What a task gave. error is None if it went well; bandwidth is measured only by tasks that send."""
+
+    source_host: str
+    source_nic: str
+    target_host: str
+    target_nic: str
+    latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    error: str | None = None
+
+
+class Listener:
+    """Answers tests on the given NICs until it is closed. Raises ConfigurationError if port_range has no free port.
+
+    Args:
+        host: the name that this host has in the job.
+        nics: a socket is opened on one IPv4 and one IPv6 address of each that is up.
+        token: the job's secret.
+        port_range: (first, last) port to use; None: any.
+    """
+
+    def __init__(
+        self, *, host: str, nics: Sequence[Nic], token: bytes, port_range: tuple[int, int] | None = None
+    ) -> None:
+        self._token = token
+        self._closed = threading.Event()
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.warnings: list[str] = []
+        endpoints: list[Endpoint] = []
+        try:
+            for nic in nics:
+                for address in probe_addresses(nic):
+                    opened = self._open(nic, address, port_range)
+                    if opened is not None:
+                        endpoint = Endpoint(host=host, nic=nic.name, address=address, port=opened.getsockname()[1])
+                        endpoints.append(endpoint)
+                        self._start(opened, endpoint)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoints = tuple(endpoints)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets and end the threads that accept."""
+        self._closed.set()
+        for opened in self._sockets:
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)  # wakes accept
+            opened.close()
+        for thread in self._threads:
+            thread.join(timeout=2)
+
+    def _open(self, nic: Nic, address: str, port_range: tuple[int, int] | None) -> socket.socket | None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        first, last = port_range or (0, 0)
+        problem: OSError | None = None
+        for port in range(first, last + 1):
+            opened = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                opened.bind((address, port))
+                opened.listen(1024)
+            except OSError as error:
+                opened.close()
+                problem = error
+                if error.errno not in (98, 13):  # EADDRINUSE, EACCES: another port may do
+                    break
+            else:
+                self._sockets.append(opened)
+                return opened
+        if port_range is not None and problem is not None and problem.errno in (98, 13):
+            raise ConfigurationError(
+                f"port_range={first}-{last}: no port is free on {address} ({nic.name}): {problem.strerror}; "
+                "give a wider range, or end what listens there"
+            )
+        self.warnings.append(f"cannot listen on {address} ({nic.name}): {problem}")
+        return None
+
+    def _start(self, opened: socket.socket, endpoint: Endpoint) -> None:
+        thread = threading.Thread(target=self._accept, args=(opened, endpoint), name="holmes-probe", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, opened: socket.socket, endpoint: Endpoint) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = opened.accept()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(0.01)  # out of file descriptors, or the peer is gone already
+                continue
+            self._slots.acquire()
+            threading.Thread(target=self._serve, args=(connection, endpoint), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, endpoint: Endpoint) -> None:
+        try:
+            with connection, contextlib.suppress(OSError, struct.error):
+                answer(connection, self._token, endpoint)
+        finally:
+            self._slots.release()
+
+
+def answer(connection: socket.socket, token: bytes, endpoint: Endpoint) -> None:
+    """Serve one connection: prove, be proven to, then echo or count. Raises OSError for peers that do not fit."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    deadline = time.monotonic() + _HANDSHAKE_S
+    nonce = secrets.token_bytes(_NONCE)
+    connection.settimeout(_HANDSHAKE_S)
+    connection.sendall(_HELLO + nonce)
+    theirs, milliseconds, proof = _REQUEST.unpack(_receive(connection, _REQUEST.size, deadline))
+    if not hmac.compare_digest(proof, _proof(token, b"client", nonce, theirs, endpoint, milliseconds)):
+        raise ConnectionError("wrong proof")
+    connection.sendall(_proof(token, b"server", theirs, nonce, endpoint, milliseconds))
+    if milliseconds == 0:
+        deadline = time.monotonic() + _HANDSHAKE_S
+        for _ in range(_MAX_PINGS):
+            connection.sendall(_receive(connection, 1, deadline))
+        return
+    seconds, count = _count(connection, time.monotonic() + min(milliseconds / 1000, MAX_SECONDS) + 1.0)
+    connection.sendall(_REPORT.pack(seconds, count))
+
+
+def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes, timeout_s: float = 2.0) -> list[ProbeResult]:
+    """Run tasks at the same time, each from its ``start_s`` on, and return what they gave, in their order."""
+    begin = time.monotonic()
+    results: list[ProbeResult | None] = [None] * len(tasks)
+
+    def work(index: int, task: ProbeTask) -> None:
+        time.sleep(max(0.0, begin + task.start_s - time.monotonic()))
+        results[index] = run_task(task, token=token, timeout_s=timeout_s)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(tasks)]
+    for thread in threads:
+        thread.start()
+    end = begin + max((task.start_s + task.seconds for task in tasks), default=0.0) + 3 * timeout_s + 2
+    for thread in threads:
+        thread.join(timeout=max(0.0, end - time.monotonic()))
+    return [result or _failed(task, "it did not end in time") for task, result in zip(tasks, results, strict=True)]
+
+
+def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = 2.0) -> ProbeResult:
+    """Connect and measure. Whatever goes wrong is the result's ``error``, which names both ends."""
+    target = task.target
+    family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            if task.source_interface is not None:
+                # Else a host sends by the route to the address, whatever the source address. Linux allows it
+                # without root since 5.7; where it does not, the bound address has to do.
+                with contextlib.suppress(OSError):
+                    connection.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, task.source_interface.encode() + b"\0")
+            connection.bind((task.source_address, 0))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.connect((target.address, target.port))
+            milliseconds = int(min(task.seconds, MAX_SECONDS) * 1000)
+            _introduce(connection, token, target, milliseconds, time.monotonic() + timeout_s + _HANDSHAKE_S)
+            connection.settimeout(timeout_s)
+            if milliseconds == 0:
+                return _result(task, latency_s=_ping(connection, timeout_s))
+            return _result(task, bandwidth_bytes_per_s=_send(connection, milliseconds / 1000, timeout_s))
+    except TimeoutError:
+        return _failed(task, f"no answer within {timeout_s:g} s; is a firewall in the way?")
+    except OSError as error:
+        return _failed(task, error.strerror or str(error))
+
+
+def probe_addresses(nic: Nic) -> tuple[str, ...]:
+    """The addresses on which a NIC is tested: its first IPv4 and its first IPv6 address, if it is up."""
+    if not nic.up:
+        return ()
+    four = [address for address in nic.addresses if ":" not in address]
+    six = [address for address in nic.addresses if ":" in address]
+    return (*four[:1], *six[:1])
+
+
+def _introduce(connection: socket.socket, token: bytes, target: Endpoint, milliseconds: int, deadline: float) -> None:
+    greeting = _receive(connection, len(_HELLO) + _NONCE, deadline)
+    if greeting[: len(_HELLO)] != _HELLO:
+        raise ConnectionError("something else listens there")
+    nonce, mine = greeting[len(_HELLO) :], secrets.token_bytes(_NONCE)
+    proof = _proof(token, b"client", nonce, mine, target, milliseconds)
+    connection.sendall(_REQUEST.pack(mine, milliseconds, proof))
+    try:
+        theirs = _receive(connection, _MAC, deadline)
+    except ConnectionError:
+        theirs = b""
+    if not hmac.compare_digest(theirs, _proof(token, b"server", mine, nonce, target, milliseconds)):
+        raise ConnectionError("another host or another job answered at this address")
+
+
+def _proof(token: bytes, role: bytes, nonce: bytes, other: bytes, endpoint: Endpoint, milliseconds: int) -> bytes:
+    who = f"{endpoint.host}\0{endpoint.nic}\0{milliseconds}".encode()
+    return hmac.new(token, role + nonce + other + who, hashlib.sha256).digest()
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Exactly ``size`` bytes before the deadline."""
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the other end closed the connection")
+        data += part
+    return data
+
+
+def _ping(connection: socket.socket, timeout_s: float) -> float:
+    """One way, in seconds: half of the fastest round trip."""
+    deadline = time.monotonic() + timeout_s
+    fastest = float("inf")
+    for _ in range(_PINGS):
+        start = time.perf_counter()
+        connection.sendall(b"p")
+        _receive(connection, 1, deadline)
+        fastest = min(fastest, time.perf_counter() - start)
+        if time.monotonic() + fastest > deadline - timeout_s / 2:
+            break
+    return fastest / 2
+
+
+def _send(connection: socket.socket, seconds: float, timeout_s: float) -> float:
+    """Send for so long and return the bytes per second that the other end counted."""
+    with contextlib.suppress(OSError):  # little waits unsent here, so that the end comes when it should
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _CHUNK // 4)
+    data = memoryview(os.urandom(_CHUNK))
+    start, sent = time.monotonic(), 0
+    connection.settimeout(seconds + timeout_s)
+    while time.monotonic() - start < seconds and sent < MAX_BYTES:
+        sent += connection.send(data[: min(_CHUNK, MAX_BYTES - sent)])
+    connection.shutdown(socket.SHUT_WR)
+    counted_s, counted = _REPORT.unpack(_receive(connection, _REPORT.size, time.monotonic() + 1.0 + timeout_s))
+    elapsed = time.monotonic() - start
+    if not (0 < counted_s < float("inf")) or counted == 0:
+        counted_s, counted = elapsed, sent
+    if counted == 0:
+        raise ConnectionError("connected, but no data came through")
+    return float(counted / counted_s)
+
+
+def _count(connection: socket.socket, deadline: float) -> tuple[float, int]:
+    """(seconds, bytes) of what arrives until the sender ends, the deadline or MAX_BYTES, without the first quarter."""
+    buffer = bytearray(_CHUNK)
+    samples: list[tuple[float, int]] = []
+    total = 0
+    while total < MAX_BYTES:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        connection.settimeout(left)
+        try:
+            count = connection.recv_into(buffer)
+        except TimeoutError:
+            break
+        if count == 0:
+            break
+        total += count
+        now = time.monotonic()
+        if not samples or now - samples[-1][0] > 0.001:  # a thousand a second at most are kept
+            samples.append((now, total))
+    if len(samples) < 3:
+        return 0.0, 0
+    (first, _), (last, end) = samples[0], samples[-1]
+    steady, before = next(sample for sample in samples if sample[0] >= first + _RAMP * (last - first))
+    return last - steady, end - before
+
+
+def _result(
+    task: ProbeTask, *, latency_s: float | None = None, bandwidth_bytes_per_s: float | None = None
+) -> ProbeResult:
+    return ProbeResult(
+        source_host=task.source_host,
+        source_nic=task.source_nic,
+        target_host=task.target.host,
+        target_nic=task.target.nic,
+        latency_s=latency_s,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+    )
+
+
+def _failed(task: ProbeTask, why: str) -> ProbeResult:
+    target = task.target
+    return ProbeResult(
+        source_host=task.source_host,
+        source_nic=task.source_nic,
+        target_host=target.host,
+        target_nic=target.nic,
+        error=f"from {task.source_host} {task.source_nic} ({task.source_address}) to {target.host} {target.nic} "
+        f"({target.address}) port {target.port}: {why}",
+    )

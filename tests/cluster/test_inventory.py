@@ -1,0 +1,300 @@
+"""Ranks find out together what exists: over a store, in threads, with hosts on loopback addresses."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.interfaces import Interface
+from lightning_holmes.cluster.inventory import ProbeOptions, Store, discover_topology, exchange_inventories
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.rdma import RdmaPort
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError
+
+T = TypeVar("T")
+NO_PROBE = ProbeOptions(connect=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+
+class DictStore:
+    """A c10d store in one process."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: Any, /) -> None:
+        with self.changed:
+            self.data[key] = value.encode() if isinstance(value, str) else value
+            self.changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        return self.data[key]
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self.changed:
+            number = int(self.data.get(key, b"0")) + amount
+            self.data[key] = str(number).encode()
+            return number
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.data for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+
+def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseException]:
+    """What each rank's call returned or raised."""
+    results: list[T | BaseException] = [AssertionError("did not end")] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return results
+
+
+def discover(inventories: list[HostInventory], store: Store | None = None, **options: Any) -> list[Any]:
+    shared: Store = store or DictStore()
+    return on_all_ranks(
+        len(inventories),
+        lambda rank: discover_topology(shared, rank, len(inventories), local=inventories[rank], **options),
+    )
+
+
+def agreed(results: list[Any]) -> Topology:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert result == results[0]
+    topology = results[0]
+    assert isinstance(topology, Topology)
+    return topology
+
+
+def host(name: str, number: int, kind: str | None = None, fast: str | None = None) -> HostInventory:
+    # made-up interfaces: a real one would be bound to, and loopback addresses are not reached through it
+    eth = Interface(name="plain0", kind="ethernet", up=True, addresses=(f"127.0.0.{number}/24",), speed_bytes_per_s=1e8)
+    port = RdmaPort(
+        name="mlx5_0",
+        device="mlx5_0",
+        port=1,
+        kind="infiniband" if kind == "infiniband" else "roce",
+        rate_bytes_per_s=1e9,
+        state="ACTIVE",
+        up=True,
+        sm_lid=1 if kind == "infiniband" else None,
+        subnet_prefix="fe80:0000:0000:0000" if kind == "infiniband" else None,
+        interface="fast0",
+        addresses=(fast or f"127.2.0.{number}/24",),
+    )
+    return HostInventory(
+        name=name,
+        identity=name,
+        rdma=(port,) if kind is not None else (),
+        interfaces=(eth,),
+        main_interface="plain0",
+    )
+
+
+def test_every_rank_has_all_inventories() -> None:
+    first = [host("a", 1), host("b", 2, "roce"), host("a", 1)]
+    second = [replace(inventory, cluster="x") for inventory in first]  # the same store again: new keys
+    store = DictStore()
+    assert on_all_ranks(3, lambda rank: exchange_inventories(store, rank, 3, first[rank])) == [first] * 3
+    assert on_all_ranks(3, lambda rank: exchange_inventories(store, rank, 3, second[rank])) == [second] * 3
+
+
+def test_two_clusters_are_found_and_measured(tmp_path: Path) -> None:
+    inventories = [
+        host("i1", 1, "infiniband"),
+        host("r1", 3, "roce"),
+        host("i2", 2, "infiniband"),
+        host("r2", 4, "roce"),
+    ] * 2
+    start = time.monotonic()
+    topology = agreed(discover(inventories))
+    assert time.monotonic() - start < 10
+    assert [(cluster.name, [h.ranks for h in cluster.hosts]) for cluster in topology.clusters] == [
+        ("infiniband", [(0, 4), (2, 6)]),
+        ("roce", [(1, 5), (3, 7)]),
+    ]
+    assert topology.unreachable == () and topology.warnings == ()
+    for cluster in topology.clusters:
+        assert [(speed.transport, speed.measured) for speed in cluster.speeds] == [
+            (cluster.fabric, True),
+            ("ethernet", True),
+        ]
+    (link,) = topology.links
+    assert link.ends == ("infiniband", "roce") and link.measured and link.latency_s > 0
+    again = agreed(discover(inventories[::-1]))  # kept speeds, whatever the order of ranks
+    assert (again.links, again.measured_at_s) == (topology.links, topology.measured_at_s)
+
+
+def test_a_host_that_is_not_reached_over_its_fabric_is_apart() -> None:
+    inventories = [host("a", 1, "roce"), host("b", 2, "roce"), host("c", 3, "roce", fast="127.2.0.250/24")]
+    inventories[2] = replace(inventories[2], rdma=(replace(inventories[2].rdma[0], addresses=("203.0.113.7/24",)),))
+    # by hints c is elsewhere; under one subnet manager it looks alike, and its address does not answer
+    alike = [
+        replace(
+            inventory,
+            rdma=(replace(inventory.rdma[0], kind="infiniband", subnet_prefix="fe80:0000:0000:0000", sm_lid=1),),
+        )
+        for inventory in inventories
+    ]
+    topology = agreed(discover(alike, options=ProbeOptions(measure=False)))
+    assert [[h.name for h in cluster.hosts] for cluster in topology.clusters] == [["a", "b"], ["c"]]
+    assert any("c (mlx5_0)" in warning and "HOLMES_CLUSTER" in warning for warning in topology.warnings)
+    assert any("203.0.113.7" in warning for warning in topology.warnings)
+
+
+def test_without_probe_no_port_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a listener was opened")
+
+    monkeypatch.setattr("lightning_holmes.cluster.inventory.Listener", refuse)
+    topology = agreed(discover([host("a", 1, "roce"), host("b", 2, "roce")], options=NO_PROBE))
+    (cluster,) = topology.clusters
+    assert [(speed.transport, speed.measured, speed.bandwidth_bytes_per_s) for speed in cluster.speeds] == [
+        ("roce", False, 1e9),
+        ("ethernet", False, 1e8),
+    ]
+    agreed(discover([host("a", 1), host("a", 1)]))  # one host: nobody to reach
+
+
+def test_a_topology_file_wins_and_is_completed() -> None:
+    given = Topology(
+        clusters=(
+            Cluster(name="x", hosts=(Host(name="b", devices=1),)),
+            Cluster(
+                name="y",
+                hosts=(
+                    Host(
+                        name="a",
+                        devices=1,
+                        nics=(Nic(name="fast0", kind="roce"), Nic(name="mlx9", kind="infiniband")),
+                    ),
+                ),
+            ),
+        ),
+        source="t.yaml",
+    )
+    results = discover([host("a", 1, "infiniband"), host("b", 2, "infiniband")], given=given, options=NO_PROBE)
+    topology = agreed(results)
+    assert [topology.cluster_of_rank(rank).name for rank in (0, 1)] == ["y", "x"]
+    fast, gone, eth0 = topology.host_of_rank(0).nics
+    assert (fast.kind, fast.interface, fast.addresses, fast.up) == ("roce", "fast0", ("127.2.0.1",), True)
+    assert (gone.up, eth0.name) == (False, "plain0")
+    assert any("mlx9 of host a" in warning and "mlx5_0, plain0" in warning for warning in topology.warnings)
+    assert [nic.name for nic in topology.host_of_rank(1).nics] == ["mlx5_0", "plain0"]
+    assert [cluster.fabric for cluster in topology.clusters] == ["infiniband", "infiniband"]
+    measured = agreed(discover([host("a", 1, "infiniband"), host("b", 2, "infiniband")], given=given))
+    assert measured.links[0].measured
+    for result in discover([host("q", 1)], given=given, options=NO_PROBE):
+        assert isinstance(result, ConfigurationError) and "t.yaml has the hosts b, a; the job runs on q" in str(result)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store, inventory = DictStore(), host("a", 1)
+    results = on_all_ranks(
+        4,
+        lambda rank: rank == 2 or discover_topology(store, rank, 4, local=inventory, timeout_s=0.3),
+    )
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], RemoteError) and "from rank 2 while" in str(results[rank]), results[rank]
+
+
+@pytest.mark.parametrize("text", ["{", '{"inventory": {"name": 7}}', "[]", '{"error": "ValueError: broken"}', "\xff"])
+def test_a_rank_that_sends_nonsense_is_named(text: str) -> None:
+    store = DictStore()
+
+    def work(rank: int) -> Any:
+        if rank == 1:
+            return store.set("holmes/discovery/1/inventory/1", text.encode("latin-1"))
+        return discover_topology(store, rank, 3, local=host("a", 1), timeout_s=5)
+
+    results = on_all_ranks(3, work)
+    for rank in (0, 2):
+        assert isinstance(results[rank], HolmesError) and "rank 1" in str(results[rank])
+
+
+def test_an_agent_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_holmes.cluster.inventory._ANSWER_S", 0.5)
+    store = DictStore()
+    inventories = [host("a", 1), host("b", 2)]
+
+    class Deaf(DictStore):
+        """Rank 1's store loses its results."""
+
+        def __init__(self) -> None:
+            self.data, self.changed = store.data, store.changed
+
+        def set(self, key: str, value: Any, /) -> None:
+            if "/result/" not in key:
+                super().set(key, value)
+
+    stores: list[DictStore] = [store, Deaf()]
+    results = on_all_ranks(2, lambda rank: discover_topology(stores[rank], rank, 2, local=inventories[rank]))
+    topology = agreed(results)
+    texts = [*topology.warnings, *(item.reason for item in topology.unreachable)]
+    assert any("b" in text for text in texts), topology
+
+
+def test_no_free_port_reaches_every_rank() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        results = discover([host("a", 1), host("b", 2)], options=ProbeOptions(port_range=(port, port)))
+    assert isinstance(results[1], ConfigurationError) and f"port_range={port}-{port}" in str(results[1])
+    assert isinstance(results[0], RemoteError) and "rank 1 on host b" in str(results[0])
+
+
+def test_64_hosts_in_ten_seconds() -> None:
+    inventories = [host(f"h{index}", index + 1, "infiniband" if index < 40 else "roce") for index in range(64)]
+    start = time.monotonic()
+    topology = agreed(discover(inventories))
+    seconds = time.monotonic() - start
+    assert [len(cluster.hosts) for cluster in topology.clusters] == [40, 24]
+    assert topology.unreachable == ()
+    assert seconds < 10, seconds
+
+
+def test_over_torchs_own_store() -> None:
+    torch_distributed = pytest.importorskip("torch.distributed")
+    master = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inventories = [host("a", 1, "roce"), host("b", 2, "roce"), host("b", 2, "roce")]
+
+    def work(rank: int) -> Topology:
+        client = torch_distributed.TCPStore("127.0.0.1", master.port, is_master=False)
+        return discover_topology(client, rank, 3, local=inventories[rank])
+
+    topology = agreed(on_all_ranks(3, work))
+    assert [h.ranks for h in topology.hosts] == [(0,), (1, 2)]
+    short = torch_distributed.TCPStore("127.0.0.1", master.port, is_master=False)
+    with pytest.raises(RemoteError, match="from rank 1, 2 while"):
+        exchange_inventories(short, 0, 3, inventories[0], timeout_s=0.3)

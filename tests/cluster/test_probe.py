@@ -1,0 +1,291 @@
+"""Connection tests and measurements over loopback, and peers that do not behave."""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_holmes.cluster import measure
+from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic
+from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_task, run_tasks
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+
+TOKEN = b"t" * 32
+
+
+def nic(name: str, *addresses: str, up: bool = True, kind: str = "ethernet", rate: float | None = None) -> Nic:
+    return Nic(name=name, kind=kind, addresses=addresses, up=up, bandwidth_bytes_per_s=rate, fabric=f"{kind}/x")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    nics = [nic("eth0", "127.0.0.2"), nic("mlx5_0", "127.0.0.3", kind="roce"), nic("down0", "127.0.0.4", up=False)]
+    with Listener(host="b", nics=nics, token=TOKEN) as opened:
+        yield opened
+
+
+def task(target: Endpoint, *, seconds: float = 0.0, source: str = "127.0.0.9") -> ProbeTask:
+    return ProbeTask(source_host="a", source_nic="eth0", source_address=source, target=target, seconds=seconds)
+
+
+def test_latency_and_bandwidth(listener: Listener) -> None:
+    assert [(e.nic, e.address) for e in listener.endpoints] == [("eth0", "127.0.0.2"), ("mlx5_0", "127.0.0.3")]
+    first, second = listener.endpoints
+    results = run_tasks([task(first), task(second, seconds=0.1)], token=TOKEN)
+    assert [result.error for result in results] == [None, None]
+    assert results[0].latency_s is not None and 0 < results[0].latency_s < 0.1
+    assert results[1].bandwidth_bytes_per_s is not None and results[1].bandwidth_bytes_per_s > 1e7
+    assert (results[1].target_host, results[1].target_nic) == ("b", "mlx5_0")
+
+
+def test_the_rate_is_that_of_the_link(listener: Listener) -> None:
+    # a peer that takes 10 MB/s: what the kernel buffers on the way must not be counted as sent
+    rate = 10e6
+    with socket.socket() as door:
+        door.bind(("127.0.0.5", 0))
+        door.listen()
+        slow = Endpoint(host="b", nic="eth0", address="127.0.0.5", port=door.getsockname()[1])
+
+        def relay() -> None:
+            near, _ = door.accept()
+            with near, socket.create_connection((listener.endpoints[0].address, listener.endpoints[0].port)) as far:
+                back = threading.Thread(target=pump, args=(far, near, None))
+                back.start()
+                pump(near, far, rate)
+                back.join()
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        result = run_task(task(slow, seconds=0.5), token=TOKEN)
+        thread.join()
+    assert result.error is None, result.error
+    assert result.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.3)
+
+
+def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
+    start, count = time.monotonic(), 0
+    source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    while data := source.recv(65536):
+        sink.sendall(data)
+        count += len(data)
+        if rate is not None:
+            threading.Event().wait(max(0.0, start + count / rate - time.monotonic()))
+    sink.shutdown(socket.SHUT_WR)
+
+
+def test_who_cannot_be_reached_is_named(listener: Listener) -> None:
+    target = listener.endpoints[0]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.2", 0))
+        closed = Endpoint(host="b", nic="eth0", address="127.0.0.2", port=unused.getsockname()[1])
+        result = run_task(task(closed), token=TOKEN)
+    assert result.error is not None and result.latency_s is None
+    assert f"from a eth0 (127.0.0.9) to b eth0 (127.0.0.2) port {closed.port}: " in result.error
+    assert "refused" in result.error
+    foreign = run_task(task(target, source="203.0.113.7"), token=TOKEN)
+    assert foreign.error is not None and "assign" in foreign.error
+
+
+def test_silence_ends_in_time() -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.6", 0))
+        door.listen()
+        silent = Endpoint(host="b", nic="eth0", address="127.0.0.6", port=door.getsockname()[1])
+        start = time.monotonic()
+        result = run_task(task(silent), token=TOKEN, timeout_s=0.2)
+    assert time.monotonic() - start < 4
+    assert result.error is not None and "no answer within" in result.error
+
+
+def test_another_job_and_another_host_are_told_apart(listener: Listener) -> None:
+    target = listener.endpoints[0]
+    other_job = run_task(task(target), token=b"x" * 32)
+    meant = Endpoint(host="c", nic="eth0", address=target.address, port=target.port)  # the same private address
+    other_host = run_task(task(meant), token=TOKEN)
+    for result in (other_job, other_host):
+        assert result.error is not None and "another host or another job" in result.error
+
+
+def test_something_else_listens_there() -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.7", 0))
+        door.listen()
+
+        def serve() -> None:
+            connection, _ = door.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        target = Endpoint(host="b", nic="eth0", address="127.0.0.7", port=door.getsockname()[1])
+        result = run_task(task(target), token=TOKEN)
+        thread.join()
+    assert result.error is not None and "something else listens there" in result.error
+
+
+def test_hostile_peers_do_no_harm(listener: Listener) -> None:
+    address = (listener.endpoints[0].address, listener.endpoints[0].port)
+    before = threading.active_count()
+    idle = socket.create_connection(address)
+    for payload in (b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(52), b"\xff" * 100_000):
+        with socket.create_connection(address) as hostile:
+            hostile.sendall(payload)
+            hostile.shutdown(socket.SHUT_WR)
+            received = b""
+            try:
+                while part := hostile.recv(65536):
+                    received += part
+            except ConnectionError:
+                pass
+            assert len(received) <= 24  # the greeting: nothing is told or echoed without proof
+    reset = socket.create_connection(address)
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    assert run_task(task(listener.endpoints[0]), token=TOKEN).error is None
+    idle.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    assert threading.active_count() <= before
+
+
+def test_port_range() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.8", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port_range={port}-{port}: no port is free on 127\.0\.0\.8"):
+            Listener(host="b", nics=[nic("eth0", "127.0.0.8")], token=TOKEN, port_range=(port, port))
+    with Listener(host="b", nics=[nic("eth0", "127.0.0.8")], token=TOKEN, port_range=(port, port)) as opened:
+        assert opened.endpoints[0].port == port
+    with Listener(host="b", nics=[nic("eth0", "203.0.113.7")], token=TOKEN) as opened:
+        assert opened.endpoints == () and "203.0.113.7" in opened.warnings[0]
+
+
+# What is measured, and what becomes of it
+
+
+def two_clusters() -> Topology:
+    def host(name: str, kind: str) -> Host:
+        return Host(
+            name=name,
+            devices=1,
+            nics=(nic("mlx5_0", "127.1.0.1", kind=kind, rate=25e9), nic("eth0", "127.0.0.1")),
+        )
+
+    a = Cluster(name="a", hosts=tuple(host(f"a{index}", "infiniband") for index in range(3)), fabric="infiniband")
+    b = Cluster(name="b", hosts=(host("b0", "roce"),), fabric="roce")
+    return Topology(clusters=(a, b))
+
+
+def result_of(pair: measure.Pair, *, rate: float | None = 1e8, error: str | None = None) -> ProbeResult:
+    return ProbeResult(
+        source_host=pair.hosts[0],
+        source_nic=pair.nics[0].name,
+        target_host=pair.hosts[1],
+        target_nic=pair.nics[1].name,
+        latency_s=None if error else 1e-4,
+        bandwidth_bytes_per_s=None if error else rate,
+        error=error,
+    )
+
+
+def test_each_class_of_link_is_measured_once() -> None:
+    topology = two_clusters()
+    pairs = measure.choose_pairs(topology)
+    assert [(pair.clusters, pair.transport) for pair in pairs] == [
+        (("a", "a"), "infiniband"),
+        (("a", "a"), "ethernet"),
+        (("a", "b"), "ethernet"),
+    ]
+    results = {pair.key: result_of(pair) for pair in pairs}
+    measured = measure.with_speeds(topology, pairs, results)
+    speed = measured.clusters[0].speed("infiniband")
+    assert speed == LinkSpeed(
+        transport="infiniband", bandwidth_bytes_per_s=1e8, latency_s=1e-4, nic_bytes_per_s=25e9, measured=True
+    )
+    assert measured.links[0].measured and measured.measured_at_s is not None
+    assert measure.choose_pairs(measured) == []
+
+
+def test_a_peer_that_does_not_answer_is_unreachable() -> None:
+    topology = two_clusters()
+    pairs = measure.choose_pairs(topology)
+    results = {pair.key: result_of(pair, error="port 7: refused") for pair in pairs}
+    measured = measure.with_speeds(topology, pairs, results)
+    assert [(item.ends, item.transport, item.reason) for item in measured.unreachable][-1] == (
+        pairs[-1].hosts,
+        "ethernet",
+        "port 7: refused",
+    )
+    assert measured.links == () and measured.measured_at_s is None
+    stated = measured.clusters[0].speed("infiniband")
+    assert stated is not None and not stated.measured and stated.bandwidth_bytes_per_s == 25e9
+
+
+def test_what_a_file_states_is_not_measured() -> None:
+    topology = two_clusters()
+    link = Link(ends=("b", "a"), transport="ethernet", bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    stated = Topology(clusters=topology.clusters, links=(link,))
+    assert [pair.clusters for pair in measure.choose_pairs(stated)] == [("a", "a"), ("a", "a")]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=64))
+@settings(max_examples=30, deadline=None)
+def test_rounds_fit_the_time_and_no_host_is_in_two_pairs_at_once(sizes: list[int]) -> None:
+    clusters = tuple(
+        Cluster(
+            name=f"c{index}",
+            hosts=tuple(
+                Host(name=f"c{index}h{number}", devices=1, nics=(nic("eth0", "127.0.0.1"),)) for number in range(size)
+            ),
+        )
+        for index, size in enumerate(sizes)
+    )
+    pairs = measure.choose_pairs(Topology(clusters=clusters))
+    inside = sum(size > 1 for size in sizes)
+    assert len(pairs) == inside + len(sizes) * (len(sizes) - 1) // 2
+    slots, seconds, interval = measure.schedule(pairs)
+    seen = set()
+    for pair, slot in zip(pairs, slots, strict=True):
+        for host in pair.hosts:
+            assert (host, slot) not in seen
+            seen.add((host, slot))
+    assert 0 < seconds < interval
+    assert (max(slots, default=0) + 1) * interval < 8.0 or sum(sizes) > 64
+
+
+def test_speeds_are_kept_for_the_same_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path / "cache"))
+    topology = two_clusters()
+    assert measure.load_speeds(topology) is None
+    pairs = measure.choose_pairs(topology)
+    measured = measure.with_speeds(topology, pairs, {pair.key: result_of(pair) for pair in pairs})
+    assert measure.save_speeds(measured) is None
+    assert measure.load_speeds(topology) == measured
+    assert measure.load_speeds(topology, max_age_s=-1) is None
+    placed = Topology.from_yaml_text(topology.to_yaml()).with_ranks(["a1", "b0", "a0", "a2"])
+    known = measure.load_speeds(placed)
+    assert known is not None and known.links == measured.links and known.host_of_rank(0).name == "a1"
+    other = Topology(clusters=topology.clusters[:1])
+    assert measure.load_speeds(other) is None
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_text('{"clusters": "hostile"}')
+    assert measure.load_speeds(topology) is None
+    unreached = measure.with_speeds(topology, pairs, {pair.key: result_of(pair, error="x") for pair in pairs})
+    os.remove(path)
+    assert measure.save_speeds(unreached) is None and list((tmp_path / "cache").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path / "file"))
+    problem = measure.save_speeds(measured)
+    assert problem is not None and "HOLMES_CACHE_DIR" in problem
