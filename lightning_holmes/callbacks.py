@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.errors import ConfigurationError
 
 
@@ -232,7 +233,7 @@ def _last_checkpoint(trainer: Trainer) -> Path | None:
     checkpoint = trainer.checkpoint_callback
     for name in ("last_model_path", "best_model_path"):
         path = getattr(checkpoint, name, "")
-        if path and Path(path).is_file():
+        if path and Path(path).exists():
             return Path(path)
     return None
 
@@ -240,7 +241,7 @@ def _last_checkpoint(trainer: Trainer) -> Path | None:
 def _load_module(pl_module: LightningModule, path: Path) -> Any:
     """A fresh module with the checkpoint's weights, on the CPU; the random state stays as it was."""
     hparams = {name: value for name, value in pl_module.hparams.items() if not name.startswith("_")}
-    state_dict = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    state_dict = read_state_dict(path)
     with torch.random.fork_rng(devices=[]):
         module = type(pl_module)(**hparams)
     module.load_state_dict(state_dict)

@@ -202,3 +202,6 @@ class CheckpointingStrategy(ReplicaCollectives):
             with self._explaining():
                 checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters)
             _optimizers_to_device([optimizer], self.root_device)
+        assert self.lightning_module is not None
+        # Lightning does it where it makes the loaders, which has been long ago: the layout was learnt from a batch
+        self.lightning_module.trainer.fit_loop._load_combined_loader_states()

@@ -21,12 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
+from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
@@ -61,7 +61,7 @@ class HolmesTrainer(Trainer):
             pipeline_parallel_size: Number of stages; by default the strategy's, or 2.
             num_microbatches: Microbatches the batch is split into; by default the strategy's, or 2.
             schedule: The order of forwards and backwards; by default the strategy's, or "1f1b".
-            ckpt_path: A checkpoint file whose weights the module gets first; by default its fresh weights.
+            ckpt_path: A checkpoint, file or folder, whose weights the module gets first; by default its fresh weights.
             weights_only: As in fit: false to unpickle a checkpoint that you trust.
         """
         raise NotImplementedError("HolmesCLI runs check without a trainer")
@@ -101,11 +101,9 @@ class HolmesCLI(LightningCLI):
                 arguments[name] = options[name]
         if options["ckpt_path"] is not None:
             path = Path(options["ckpt_path"])
-            if not path.is_file():
-                raise ConfigurationError(f"ckpt_path={str(path)!r}: check loads a checkpoint file, give one.")
-            weights_only = options["weights_only"] is not False
-            checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
-            self.model.load_state_dict(checkpoint["state_dict"])
+            if not path.exists():
+                raise ConfigurationError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder.")
+            self.model.load_state_dict(read_state_dict(path, weights_only=options["weights_only"] is not False))
         shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
         print(f"check: one batch, one process, {shown}")
         from lightning_holmes import check  # not needed, and so not loaded, by the other commands

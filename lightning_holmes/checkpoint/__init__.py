@@ -5,7 +5,7 @@ CheckpointKeeper is what the strategy asks.
 """
 
 from lightning_holmes.checkpoint.keeper import CheckpointKeeper, Job, is_local
-from lightning_holmes.checkpoint.lightning_hooks import install as install_lightning_hooks
+from lightning_holmes.checkpoint.loading import read_state_dict
 from lightning_holmes.checkpoint.parts import module_part, optimizer_part
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
@@ -20,7 +20,6 @@ __all__ = [
     "CheckpointKeeper",
     "Job",
     "fill_whole_module",
-    "install_lightning_hooks",
     "is_local",
     "keep_local_parameters",
     "load_module_state",
@@ -30,4 +29,5 @@ __all__ = [
     "optimizer_part",
     "optimizer_state_dict",
     "parameter_group_names",
+    "read_state_dict",
 ]

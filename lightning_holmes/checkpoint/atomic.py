@@ -31,7 +31,8 @@ def _stem(target: Path) -> str:
 
 def temporary_path(target: Path, token: str) -> Path:
     """Where a checkpoint for ``target`` is written before it is whole."""
-    return target.parent / f"{SAVING}-{_stem(target)}-{token}"
+    # with an ending: torch.save takes a name that is nothing but one for no name
+    return target.parent / f"{SAVING}-{_stem(target)}-{token}.tmp"
 
 
 def previous_path(target: Path) -> Path:
@@ -41,7 +42,7 @@ def previous_path(target: Path) -> Path:
 
 def temporary_paths(target: Path) -> list[Path]:
     """What earlier, unfinished writes to ``target`` have left."""
-    return sorted(target.parent.glob(f"{SAVING}-{_stem(target)}-*"))
+    return sorted(target.parent.glob(f"{SAVING}-{_stem(target)}-*.tmp"))
 
 
 def sync_file(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
-from lightning_holmes.checkpoint.parts import Value, same_memory
+from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
 from lightning_holmes.checkpoint.restricted import load_bytes
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.torch_private import storage_info
@@ -53,6 +53,7 @@ def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntr
             if place in known:
                 entries[name] = known[place]
                 continue
+            value = value.read() if isinstance(value, Deferred) else value
             offset, checked = file.tell(), _Checked(file)
             dtype: str | None = None
             shape: tuple[int, ...] = ()

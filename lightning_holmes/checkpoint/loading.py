@@ -56,6 +56,19 @@ def load_folder(path: Path, rank: int, all_gather: Callable[[Any], list[Any]], *
     return checkpoint
 
 
+def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """The whole module's state from a checkpoint of either format, in one process.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or torn.
+    """
+    if not path.is_dir():
+        return dict(load_file(path, weights_only=weights_only)["state_dict"])
+    state = load_folder(path, 0, lambda value: [value], weights_only=weights_only)["state_dict"]
+    assert isinstance(state, FolderStateDict)
+    return state.read_many(state)
+
+
 def _find(path: Path) -> tuple[list[tuple[Path, Manifest]], str]:
     """The folders here that may be the checkpoint, or why there is none. A folder that was whole, but not yet renamed
     when the process was killed, counts."""

@@ -4,7 +4,8 @@ Replicas hold the same parameters and optimizer states: each writes a share of t
 modules keep beside) may differ between replicas, and is the first replica's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,14 @@ from lightning_holmes.pipeline.stage import PipelineModule
 
 Value = tuple[str, ...]
 """The name of a value: ("state_dict", name), or ("optimizer_0", "state", parameter name, key)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """A value that is read when it is written; equal ``place``, same value."""
+
+    place: Any
+    read: Callable[[], Any]
 
 
 def module_part(pipeline: PipelineModule) -> dict[str, Any]:
@@ -85,6 +94,8 @@ def num_bytes(value: Any) -> int:
 
 def same_memory(name: Value, value: Any) -> Any:
     """Equal for values that are the same tensor under two names, such as tied weights."""
+    if isinstance(value, Deferred):
+        return value.place
     if not isinstance(value, Tensor) or value.numel() == 0:
         return name
     return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

@@ -56,8 +56,13 @@ def load_optimizer_state(
     """
     state = saved["state"]
     if isinstance(state, FolderOptimizerState):
+        mine = [n for g in groups for n in g]
         saved_groups = [list(group["params"]) for group in saved["param_groups"]]
-        mine, theirs = [n for g in groups for n in g], [n for g in saved_groups for n in g]
+        keys = {name: name for name in mine}
+        if any(isinstance(n, int) for g in saved_groups for n in g):  # converted from a plain file, which has no names
+            keys = {name: str(number) for number, name in enumerate(mine)}
+            saved_groups = [[mine[n] if n < len(mine) else str(n) for n in g] for g in saved_groups]
+        theirs = [n for g in saved_groups for n in g]
         if saved_groups != [list(g) for g in groups]:
             what = _another_model(
                 type(optimizer).__name__, [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
@@ -70,7 +75,8 @@ def load_optimizer_state(
                 )
             raise CheckpointError(what)
         numbers = {name: number for number, name in enumerate(mine)}
-        found = state.read_many([n for n in mine if n in local])
+        read = state.read_many([keys[n] for n in mine if n in local])
+        found = {n: read[keys[n]] for n in mine if keys[n] in read}
         entries = []
         for group, names in zip(saved["param_groups"], groups, strict=True):
             entries.append({**group, "params": [numbers[n] for n in names]})

@@ -7,6 +7,7 @@ from importlib import import_module
 
 # name: (module, what it does in one line)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "convert": ("lightning_holmes.commands.convert", "a checkpoint as a folder, a plain file or safetensors"),
     "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),
 }
 

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_holmes.data.counting import CountingLoader, CountingSampler
 from lightning_holmes.errors import ConfigurationError
 
 
@@ -51,8 +52,8 @@ class WindowDataModule(LightningDataModule):
     """Training and validation windows of one token source.
 
     The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
-    every process. Training windows are shuffled: by Lightning's distributed sampler where there is one, else
-    by a generator seeded with `seed`.
+    every process. Training windows are shuffled by `seed` and the epoch, and dealt to the replicas; the loader's
+    state counts samples, so that a checkpoint in mid-epoch is resumed there, with any number of replicas.
     """
 
     def __init__(
@@ -116,12 +117,15 @@ class WindowDataModule(LightningDataModule):
                 f"batch_size={self.batch_size} is more than the {len(self.train_windows)} training windows "
                 f"of {self.describe_source()}: give a smaller batch_size or more data."
             )
-        return DataLoader(
+        sharing = {"num_replicas": 1, "rank": 0}
+        if self.trainer is not None:
+            sharing = self.trainer.distributed_sampler_kwargs or sharing
+        sampler = CountingSampler(len(self.train_windows), batch_size=self.batch_size, seed=self.seed, **sharing)
+        return CountingLoader(
             self.train_windows,
+            sampler=sampler,
             batch_size=self.batch_size,
-            shuffle=True,
             drop_last=True,
-            generator=torch.Generator().manual_seed(self.seed),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )

@@ -59,13 +59,15 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two stages, one microbatch."""
-    return _launch(tmp_path_factory, 2, WHOLE_BATCHES, pipeline_parallel_size=2, num_microbatches=1)
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 1, "save_distributed_checkpoint": False}
+    return _launch(tmp_path_factory, 2, WHOLE_BATCHES, **options)
 
 
 @pytest.fixture(scope="session")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two stages, two replicas."""
-    return _launch(tmp_path_factory, 4, REPLICATED, pipeline_parallel_size=2, num_microbatches=2)
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": False}
+    return _launch(tmp_path_factory, 4, REPLICATED, **options)
 
 
 def _compare(name: str, expected: Any, results: list[dict[str, Any]], ignore: str | None = None) -> None:

@@ -1,0 +1,123 @@
+"""Files of torch.save, read and written a storage at a time: a checkpoint can be larger than memory.
+
+Such a file is an uncompressed zip archive with a pickle and one record for each storage. torch writes a file with
+holes in place of the storages (``torch.serialization.skip_data``) and maps a file without reading it
+(``mmap=True``); where the storages stand is what this module finds out.
+"""
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.checkpoint.restricted import load_file
+from lightning_holmes.errors import CheckpointError
+from lightning_holmes.pipeline import tree
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
+_DESCRIPTOR = b"PK\x07\x08"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRecord:
+    """One storage's bytes in the file."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+def storage_records(path: Path) -> list[StorageRecord]:
+    """The storages of a file that have bytes, by place."""
+    records = []
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for info in archive.infolist():
+            folder, _, number = info.filename.rpartition("/")
+            if not (folder.endswith("/data") and number.isdigit()) or info.file_size == 0:
+                continue
+            file.seek(info.header_offset)
+            header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            offset = info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+            records.append(StorageRecord(name=info.filename, offset=offset, num_bytes=info.file_size))
+    return sorted(records, key=lambda record: record.offset)
+
+
+def records_of(path: Path, mapped: Any) -> dict[int, StorageRecord]:
+    """The record of each storage of ``mapped``, what ``path`` holds as torch.load maps it; by the storage's address."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tree.tensors_of(mapped)}
+    addresses = sorted(address for address, storage in storages.items() if storage.nbytes() > 0)
+    records = storage_records(path)
+    sizes = [storages[address].nbytes() for address in addresses]
+    starts = {address - record.offset for address, record in zip(addresses, records, strict=False)}
+    if sizes != [record.num_bytes for record in records] or len(starts) > 1:
+        raise CheckpointError(
+            f"{path} cannot be read a tensor at a time: it was not written by torch.save of this kind"
+        )
+    return dict(zip(addresses, records, strict=True))
+
+
+def read_tensor(path: Path, record: StorageRecord | None, like: Tensor) -> Tensor:
+    """The tensor ``like``, which maps the file, in memory of its own."""
+    if record is None:
+        return like.clone()
+    data = bytearray(record.num_bytes)
+    with path.open("rb") as file:
+        file.seek(record.offset)
+        file.readinto(data)
+    storage = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | None]) -> None:
+    """Write what torch.save would, a storage at a time.
+
+    Args:
+        skeleton: what to save. Memory of large tensors need not be filled.
+        read: the contiguous tensor to put in place of one of the skeleton's; None for one that has its values.
+    """
+    with torch.serialization.skip_data():
+        torch.save(skeleton, path)
+    mapped = load_file(path)
+    records = records_of(path, mapped)
+    written: dict[str, int] = {}
+    with path.open("r+b") as file:
+        for tensor, place in zip(tree.tensors_of(skeleton), tree.tensors_of(mapped), strict=True):
+            record = records.get(place.untyped_storage().data_ptr())
+            if record is None or record.name in written:
+                continue
+            source = read(tensor)
+            source = tensor if source is None else source
+            data = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
+            assert len(data) == record.num_bytes
+            file.seek(record.offset)
+            file.write(memoryview(data))
+            written[record.name] = zlib.crc32(data)
+        _write_checksums(file, path, {r.name: r for r in records.values()}, written)
+
+
+def _write_checksums(file: Any, path: Path, records: dict[str, StorageRecord], checksums: dict[str, int]) -> None:
+    """Put the checksums of filled records where zip readers look for them: behind the data and in the directory."""
+    with zipfile.ZipFile(path) as archive:
+        position = archive.start_dir
+        count = len(archive.infolist())
+    for _ in range(count):
+        file.seek(position)
+        header = _CENTRAL_HEADER.unpack(file.read(_CENTRAL_HEADER.size))
+        name = file.read(header[10]).decode()
+        if name in checksums:
+            crc = struct.pack("<I", checksums[name])
+            file.seek(position + 16)
+            file.write(crc)
+            behind = records[name].offset + records[name].num_bytes
+            file.seek(behind)
+            if file.read(4) == _DESCRIPTOR:
+                file.seek(behind + 4)
+                file.write(crc)
+        position += _CENTRAL_HEADER.size + header[10] + header[11] + header[12]
