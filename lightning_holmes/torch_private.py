@@ -10,15 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FakeTensorMode",
     "TorchDispatchMode",
+    "attention_flop_formulas",
     "default_store",
+    "fake_mode_of",
     "gloo_device",
     "gloo_group",
     "is_backend_registered",
     "is_batch_norm",
+    "nccl_options",
     "operator_name",
     "tensor_version",
     "written_arguments",
@@ -51,6 +56,13 @@ def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_sequence_number_for_group()
     return group
+
+
+def nccl_options(net_name: str) -> Any:
+    """Options of an NCCL group that uses the network module ``net_name``: "IB" (RoCE, too) or "Socket"."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.net_name = net_name
+    return options
 
 
 def is_backend_registered(name: str) -> bool:
@@ -96,3 +108,34 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path=file, offset=offset, length=length)
+
+
+def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """The mode that a fake tensor was made under; None for a real one."""
+    found = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return found.fake_mode if isinstance(found, FakeTensor) else None
+
+
+def attention_flop_formulas() -> dict[Any, Any]:
+    """FLOPs of the CPU's fused attention, which FlopCounterMode (torch 2.13) passes over: its ``custom_mapping``.
+
+    Two matrix products forward; backward computes the first of them again and then four. A causal mask is not
+    taken off, as in torch's own formulas.
+    """
+
+    def product(query: Any, key: Any, value: Any) -> tuple[int, int]:
+        batch, heads, queries, size = query
+        pairs = batch * heads * queries * key[2]
+        return 2 * pairs * size, 2 * pairs * value[3]
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return sum(product(query, key, value))
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        scores, mixed = product(query, key, value)
+        return 3 * scores + 2 * mixed
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }

@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes import torch_private
 
@@ -83,3 +84,16 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
         group.allreduce([tensor]).wait()
         assert tensor.tolist() == [1.0, 1.0] and group.options._timeout == timedelta(seconds=20)
     assert not torch_private.is_backend_registered("no_such_backend")
+
+
+def test_fake_tensors_know_their_mode_and_fused_attention_is_counted() -> None:
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        heads = nn.Parameter(torch.empty(2, 3, 5, 4))
+        with FlopCounterMode(display=False, custom_mapping=torch_private.attention_flop_formulas()) as counter:
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            assert counter.get_total_flops() == 2 * (2 * 2 * 3 * 5 * 5 * 4)
+            mixed.sum().backward()
+    assert counter.get_total_flops() == 7 * (2 * 2 * 3 * 5 * 5 * 4)
+    assert torch_private.fake_mode_of(heads) is mode
+    assert torch_private.fake_mode_of(torch.ones(2)) is None

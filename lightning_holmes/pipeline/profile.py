@@ -1,0 +1,394 @@
+"""Profiling a module: what each layer of a training step costs, without running it, or by a short measurement.
+
+It gives a ModelCost (plan/layer_cost.py). What it costs on a device is for plan/cost_model.py.
+
+    module = build_fake(lambda: GPT(hidden_size=8192, num_layers=48, ...))     # no weights are allocated
+    cost = profile_step(module, (batch, 0))
+    cost.layers[0].forward          # FLOPs of one microbatch
+
+mode="fake" runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta:
+meta tensors take other paths through many modules), and counts the FLOPs of matrix products, convolutions and
+attention; elementwise work is not counted. Where the step cannot run on them (it looks at values), it is run
+once for real, and counted. mode="measure" runs the real module on the device where it is, a few times, and gives
+seconds. In both, a gradient that reaches a layer's output ends what lies behind it and begins the layer's backward.
+
+Left to others: whether the step may be cut at all (trace.py). The module itself is not changed: copies run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.layers import candidate_layer_lists
+from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.torch_private import FakeTensorMode, attention_flop_formulas, fake_mode_of
+
+ProfileMode = Literal["fake", "measure"]
+_WARM_UPS = 1
+_REPEATS = 5
+
+
+def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
+    """What factory makes, with parameters and buffers that take no memory and hold no values."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return factory()
+
+
+def profile_step(
+    module: LightningModule,
+    arguments: tuple[Any, ...],
+    *,
+    layers: str = "auto",
+    structure: ModuleStructure | None = None,
+    mode: ProfileMode = "fake",
+    context: Callable[[], AbstractContextManager[Any]] | None = None,
+    microbatch_samples: int | None = None,
+) -> ModelCost:
+    """The costs of ``module.training_step(*arguments)``.
+
+    Args:
+        arguments: of the step; the first one is a microbatch, real or fake.
+        layers: the list to cut along, as in the strategy; a structure's own is used where one is given.
+        structure: what tracing the module found, if it was traced: where parameters are read, and forbidden cuts.
+            Without it, a parameter belongs to where its module is called.
+        mode: "fake" counts FLOPs, "measure" takes seconds.
+        context: gives the context manager of a step (precision).
+        microbatch_samples: samples in the microbatch, where the batch cannot tell.
+
+    Raises:
+        UnsupportedModuleError: the step runs through no list of layers in order, or runs neither on fake
+            tensors nor, having no real weights, for real.
+    """
+    samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
+    candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
+    reasons = []
+    for candidate in candidates:
+        try:
+            seen = _run(module, arguments, candidate.name, mode, context)
+        except _NotTheLayers as reason:
+            reasons.append(f"{candidate.name}: {reason}")
+            continue
+        return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]))
+    raise UnsupportedModuleError(
+        f"{type(module).__name__}.training_step calls no list of layers once each and in order ({'; '.join(reasons)}); "
+        "name another list by layers="
+    )
+
+
+class _NotTheLayers(Exception):
+    """The chosen list is not what the step runs through."""
+
+
+def _run(
+    module: LightningModule,
+    arguments: tuple[Any, ...],
+    layers: str,
+    mode: ProfileMode,
+    context: Callable[[], AbstractContextManager[Any]] | None,
+) -> _Recorder:
+    context = context or nullcontext
+    has_values = all(fake_mode_of(parameter) is None for parameter in module.parameters())
+    if mode == "measure":
+        if not has_values:
+            raise UnsupportedModuleError(
+                f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
+            )
+        return _measure(module, arguments, layers, context)
+    fake = next((found for p in module.parameters() if (found := fake_mode_of(p)) is not None), None)
+    fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with fake:
+            shadow = _fake_copy(module, fake)
+            given = tree.map_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
+            return _count(shadow, given, layers, context)
+    except (_NotTheLayers, UnsupportedModuleError):
+        raise
+    except Exception as error:
+        if not has_values:
+            raise UnsupportedModuleError(
+                f"{type(module).__name__}.training_step does not run on tensors without values "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}), and this module "
+                "has no real weights to run it for real; profile a smaller one, or leave the value out of the step"
+            ) from error
+        return _count(
+            _with_own_gradients(shadow_copy(module)), tree.map_tensors(Tensor.clone, arguments), layers, context
+        )
+
+
+def _count(
+    shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
+) -> _Recorder:
+    with FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()) as counter:
+        recorder = _Recorder(shadow, layers, lambda: float(counter.get_total_flops()))
+        recorder.step(arguments, context)
+    return recorder
+
+
+def _measure(
+    module: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
+) -> _Recorder:
+    device = next(module.parameters()).device
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    recorders = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        recorder = _Recorder(_with_own_gradients(shadow_copy(module)), layers, clock)
+        recorder.step(tree.map_tensors(Tensor.clone, arguments), context)
+        recorders.append(recorder)
+    kept, last = recorders[_WARM_UPS:], recorders[-1]
+    for name in ("forward", "backward"):
+        columns = zip(*(getattr(recorder, name) for recorder in kept), strict=True)
+        setattr(last, name, [min(column) for column in columns])  # what else runs on the machine only adds
+    return last
+
+
+def _with_own_gradients(shadow: LightningModule) -> LightningModule:
+    """Parameters of its own over the same memory: the backward must leave no gradient on the module's."""
+    _replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    return shadow
+
+
+def _fake_copy(module: LightningModule, mode: FakeTensorMode) -> LightningModule:
+    shadow = shadow_copy(module)
+    _replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
+    for submodule in shadow.modules():
+        for name, buffer in list(submodule.named_buffers(recurse=False)):
+            setattr(submodule, name, _as_fake(buffer, mode))
+    return shadow
+
+
+def _replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    kept = []
+    for submodule in shadow.modules():
+        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                kept.append(parameter)
+                made[id(parameter)] = make(parameter)
+            setattr(submodule, name, made[id(parameter)])
+
+
+def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    return tensor if fake_mode_of(tensor) is not None else mode.from_tensor(tensor)
+
+
+class _Recorder:
+    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end.
+
+    forward, backward, held: one entry for what is before the layers, each layer, and after them.
+    """
+
+    def __init__(self, shadow: LightningModule, layers: str, clock: Callable[[], float]) -> None:
+        self.shadow, self.layers, self.clock = shadow, layers, clock
+        self.layer_list = list(shadow.get_submodule(layers).children())
+        size = len(self.layer_list)
+        self.forward = [0.0] * (size + 2)
+        self.backward = [0.0] * (size + 2)
+        self.held = [0.0] * (size + 2)
+        self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
+        self.called: list[int] = []
+        self.called_at: dict[str, set[int]] = {}
+        self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
+        self.storages: dict[int, tuple[Any, int | None]] = {}
+        self.reached: dict[int, float] = {}  # backward reached the output of position: the clock then
+        self.last = 0.0
+
+    def step(self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run it, forward and backward."""
+        shadow = self.shadow
+        # the copy's alone: nothing is logged from a profile
+        for name in ("log", "log_dict"):
+            object.__setattr__(shadow, name, lambda *args, **kwargs: None)
+        shadow.train()
+        places: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layer_list):
+            places.setdefault(id(layer), []).append(index)
+        for layer in {id(layer): layer for layer in self.layer_list}.values():
+            layer.forward = self._gate(places[id(layer)], layer.forward)
+        handles = [
+            submodule.register_forward_pre_hook(self._note(name)) for name, submodule in shadow.named_modules() if name
+        ]
+        for parameter in shadow.parameters():
+            self._own(parameter, None)
+        try:
+            with torch.enable_grad(), ExitStack() as stack:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor))
+                stack.enter_context(context())
+                self.last = self.clock()
+                output = shadow.training_step(*arguments)
+                self._mark()
+            if self.called != list(range(len(self.layer_list))):
+                raise _NotTheLayers(f"called in the order {self.called[:8]}")
+            self._run_backward(output)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _run_backward(self, output: Any) -> None:
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise UnsupportedModuleError(
+                f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
+            )
+        began = self.clock()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        end = self.clock()
+        for position in range(len(self.layer_list) + 1, -1, -1):
+            # where no gradient came by, all that was left ran here: nothing before it trains
+            reached = self.reached.get(position - 1, end)
+            self.backward[position] = reached - began
+            if position - 1 not in self.reached:
+                break
+            began = reached
+
+    def _mark(self) -> None:
+        now = self.clock()
+        self.forward[self.position] += now - self.last
+        self.last = now
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.called_at.setdefault(name, set()).add(self.position)
+
+        return hook
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self._own(tensor, self.position)
+        return tensor
+
+    def _own(self, tensor: Tensor, position: int | None, *, move: bool = False) -> None:
+        """Count a tensor's memory once, as held by this position or (None) by nobody."""
+        storage = tensor.untyped_storage()
+        owner = self.storages.get(id(storage))
+        if owner is not None and not move:
+            return
+        if owner is not None and owner[1] is not None:
+            self.held[owner[1]] -= storage.nbytes()
+        self.storages[id(storage)] = (storage, position)  # kept: an id is of a living object
+        if position is not None:
+            self.held[position] += storage.nbytes()
+
+    def _gate(self, places: Sequence[int], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            expected = len(self.called)
+            if expected not in places:
+                raise _NotTheLayers(f"layer {places[0]} is called where layer {expected} would follow")
+            self._mark()
+            for tensor in tree.tensors_of((args, kwargs)):
+                # masks and rotary angles are shared by all layers; the hidden state is held by who receives it
+                self._own(tensor, expected + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
+            self.called.append(expected)
+            if expected == 0:
+                self.crossing[0] = self._reach(0, (args, kwargs))
+                self._mark()
+            self.position = expected + 1
+            output = forward(*args, **kwargs)
+            self._mark()
+            self.crossing[expected + 1] = self._reach(expected + 1, output)
+            if expected == len(self.layer_list) - 1:
+                self.position = len(self.layer_list) + 1
+            self.last = self.clock()
+            return output
+
+        return gate
+
+    def _reach(self, position: int, value: Any) -> float:
+        """Take down when backward reaches these tensors; their bytes, of those that need a gradient or all."""
+        tensors = tree.tensors_of(value)
+        wanting = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in wanting:
+
+            def reached(gradient: Tensor) -> None:
+                self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
+
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        return float(sum(tensor.numel() * tensor.element_size() for tensor in (wanting or tensors)))
+
+
+def _model_cost(
+    module: LightningModule,
+    seen: _Recorder,
+    structure: ModuleStructure | None,
+    samples: int,
+    mode: ProfileMode,
+    tokens_per_sample: int | None,
+) -> ModelCost:
+    size = len(seen.layer_list)
+    weights, trained, shared = [0.0] * (size + 2), [0.0] * (size + 2), 0.0
+    for name, parameter in module.named_parameters():
+        num_bytes = parameter.numel() * parameter.element_size()
+        positions = _positions(module, name, seen, structure)
+        for position in positions:
+            weights[position] += num_bytes
+            trained[position] += num_bytes * parameter.requires_grad
+        if len(positions) > 1:
+            shared += num_bytes
+    crossing = [*seen.crossing, 0.0]
+    costs = [
+        LayerCost(
+            forward=seen.forward[position],
+            backward=seen.backward[position],
+            parameter_bytes=weights[position],
+            gradient_bytes=trained[position],
+            activation_bytes=crossing[position],
+            held_bytes=seen.held[position],
+        )
+        for position in range(size + 2)
+    ]
+    forbidden: tuple[int, ...] = ()
+    if structure is not None:
+        forbidden = tuple(cut for cut in range(size - 1) if any(b.forbids(cut) for b in structure.bypasses))
+    return ModelCost(
+        unit="flops" if mode == "fake" else "seconds",
+        microbatch_samples=samples,
+        before=costs[0],
+        layers=tuple(costs[1:-1]),
+        after=costs[-1],
+        shared_bytes=shared,
+        forbidden_cuts=forbidden,
+        tokens_per_sample=tokens_per_sample,
+        name=type(module).__name__,
+    )
+
+
+def _positions(module: nn.Module, name: str, seen: _Recorder, structure: ModuleStructure | None) -> set[int]:
+    """Where a parameter is used: 0 before the layers, i + 1 in layer i, the last number after them."""
+    size = len(seen.layer_list)
+    if structure is not None and structure.readers.get(name):
+        # a value first read in layer 0 but owned by a module before it (an embedding) belongs before the layers
+        before = (BEFORE,) if name.startswith(f"{seen.layers}.") else (BEFORE, 0)
+        return {0 if position in before else position + 1 for position in structure.readers[name]}
+    if name.startswith(f"{seen.layers}."):
+        names = [child for child, _ in module.get_submodule(seen.layers).named_children()]
+        return {1 + names.index(name[len(seen.layers) + 1 :].split(".")[0])}
+    parameter = module.get_parameter(name)
+    found: set[int] = set()
+    for owner, submodule in module.named_modules():
+        if any(own is parameter for own in submodule.parameters(recurse=False)):
+            found |= {0 if position == 0 else min(position, size + 1) for position in seen.called_at.get(owner, ())}
+    return found or {0}
+
+
+def _tokens(batch: Any) -> int | None:
+    """The tokens of a sample, where the batch has whole numbers with a sequence in the second dimension."""
+    for tensor in tree.tensors_of(batch):
+        if tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32):
+            return int(tensor.shape[1])
+    return None

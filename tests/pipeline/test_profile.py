@@ -1,0 +1,147 @@
+"""Profiles: FLOPs and bytes by hand, fake and real alike, a 39 B model without its weights, measured seconds."""
+
+import copy
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.models import GPT
+from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.pipeline.trace import trace_step
+
+
+def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(samples * length).reshape(samples, length) % 50
+    return {"input_ids": ids, "labels": ids}
+
+
+class Stack(LightningModule):
+    """Linear layers between two others; looks at a value if asked to."""
+
+    def __init__(self, *, look: bool = False, frozen: int = 0) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, 8, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.leave = nn.Linear(8, 2, bias=False)
+        self.look = look
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+        if frozen:
+            self.enter.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x = self.enter(batch)
+        for layer in self.layers:
+            x = layer(x).relu()
+        loss = self.leave(x).square().mean()
+        self.log("loss", loss)
+        if self.look and float(loss.detach()) < 0:
+            raise AssertionError
+        return loss
+
+
+def test_linear_layers_by_hand() -> None:
+    cost = profile_step(Stack(), (torch.randn(5, 3), 0))
+    assert (cost.unit, cost.microbatch_samples, cost.num_layers) == ("flops", 5, 4)
+    assert cost.before.forward == 2 * 5 * 3 * 8 and cost.after.forward == 2 * 5 * 8 * 2
+    assert [layer.forward for layer in cost.layers] == [2 * 5 * 8 * 8] * 4
+    assert [layer.backward for layer in cost.layers] == [4 * 5 * 8 * 8] * 4  # for the weight, and for the input
+    assert cost.before.backward == 2 * 5 * 3 * 8  # its input needs no gradient
+    assert cost.after.backward == 4 * 5 * 8 * 2
+    assert [layer.activation_bytes for layer in cost.layers] == [4 * 5 * 8] * 4
+    assert [layer.parameter_bytes for layer in cost.layers] == [4 * 64] * 4
+    assert (cost.before.parameter_bytes, cost.after.parameter_bytes) == (4 * 24, 4 * 16)
+    # a layer holds its input, which is the memory that the relu before it keeps as its own output
+    assert [layer.held_bytes for layer in cost.layers] == [4 * 5 * 8] * 4
+    assert cost.before.held_bytes == 4 * 5 * 3
+
+
+def test_gpt_by_formula_and_its_structure() -> None:
+    model = GPT(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, sequence_length=16, tie_embeddings=True)
+    batch = tokens(2, 16)
+    structure = trace_step(model, "training_step", (batch, 0))
+    with_structure = profile_step(model, (batch, 0), structure=structure)
+    cost = profile_step(model, (batch, 0))
+    assert cost == with_structure
+    b, s, h, v = 2, 16, 32, 64
+    assert [layer.forward for layer in cost.layers] == [24 * b * s * h * h + 4 * b * s * s * h] * 3
+    assert cost.layers[1].backward == 48 * b * s * h * h + 10 * b * s * s * h  # fused attention computes scores again
+    assert cost.after.forward == 2 * b * s * h * v
+    assert cost.shared_bytes == 4 * v * h and cost.parameter_bytes == sum(4 * p.numel() for p in model.parameters())
+    assert cost.tokens_per_sample == 16 and cost.layers[0].activation_bytes == 4 * b * s * h
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_fake_and_real_runs_count_the_same() -> None:
+    # reading a value makes the fake run impossible; the fallback runs for real
+    x = torch.randn(5, 3)
+    torch.manual_seed(0)
+    real = profile_step(Stack(look=True), (x, 0))
+    assert real == profile_step(Stack(), (x, 0))
+
+
+def test_the_module_stays_as_it_was() -> None:
+    module = Stack(look=True)
+    before = copy.deepcopy(module.state_dict())
+    for mode in ("fake", "measure"):
+        profile_step(module, (torch.randn(5, 3), 0), mode=mode)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert "forward" not in vars(module.layers[0])
+
+
+def test_frozen_layers_have_no_backward() -> None:
+    cost = profile_step(Stack(frozen=2), (torch.randn(5, 3), 0))
+    assert [layer.backward for layer in cost.layers] == [0, 0, 2 * 5 * 64, 4 * 5 * 64]
+    assert cost.before.backward == 0
+    assert [layer.trained_bytes for layer in cost.layers] == [0, 0, 256, 256]
+
+
+def test_39_billion_parameters_without_memory_in_under_10_seconds() -> None:
+    start = time.process_time()
+    model = build_fake(
+        lambda: GPT(vocab_size=51200, hidden_size=8192, num_layers=48, num_heads=64, sequence_length=2048)
+    )
+    cost = profile_step(model, (tokens(4, 2048), 0))
+    taken = time.process_time() - start
+    assert taken < 10.0, taken
+    assert cost.parameter_bytes == pytest.approx(4 * 39.5e9, rel=0.01)
+    # SC21's formula: 96 B s L h^2 (1 + s/6h + V/16Lh) with recomputation; without it three quarters, and the head
+    # is never recomputed: 72 B s L h^2 (1 + s/6h) + 6 B s h V, plus the scores that fused attention computes again
+    b, s, layers, h, v = 4, 2048, 48, 8192, 51200
+    expected = 72 * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v + 2 * b * s * s * h * layers
+    assert cost.forward + cost.backward == pytest.approx(expected, rel=1e-6)
+    assert cost.alike
+    assert cost.layers[0].activation_bytes == 4 * b * s * h
+
+
+def test_measured_seconds_are_those_of_the_parts() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(0)
+        model = GPT(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, sequence_length=64)
+        batch = tokens(8, 64)
+        cost = profile_step(model, (batch, 0), mode="measure")
+        assert cost.unit == "seconds" and all(layer.forward > 0 and layer.backward > 0 for layer in cost.layers)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            model.compute_loss(batch).backward()
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    # the sum of the parts, each at its quickest, is a step; the machine may be busy with other things
+    assert 0.3 * min(times) < cost.forward + cost.backward < 1.7 * max(times)
+    assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
+
+
+def test_what_cannot_be_profiled_is_named() -> None:
+    with pytest.raises(UnsupportedModuleError, match="does not run on tensors without values"):
+        profile_step(build_fake(lambda: Stack(look=True)), (torch.randn(5, 3), 0))
+    with pytest.raises(UnsupportedModuleError, match="no real weights"):
+        profile_step(build_fake(Stack), (torch.randn(5, 3), 0), mode="measure")
