@@ -1,0 +1,140 @@
+"""The plans that a search found, as a table in a terminal and as JSON.
+
+It owns the layout of both and decides nothing. docs/planning.md documents the JSON's keys.
+
+    print_search(result, cost_model)
+    json.dumps(search_data(result, cost_model))
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.planner import Prediction, SearchResult
+
+_WIDTH_WITHOUT_TERMINAL = 150
+_GIB = 2.0**30
+
+HEADINGS = (
+    "pipeline x tensor x data",
+    "schedule",
+    "microbatches",
+    "layers",
+    "step",
+    "tokens/s",
+    "TFLOPS/GPU",
+    "MFU",
+    "bubble",
+    "sent per host and step",
+    "memory/GPU",
+)
+
+
+def prediction_cells(entry: Prediction) -> tuple[str, ...]:
+    """One row of the table, in the order of HEADINGS."""
+    run, layout = entry.run, entry.run.layout
+    chunks = f" x{run.num_chunks}" if run.num_chunks > 1 else ""
+    again = "\nrecomputation" if run.recomputation else ""
+    across = "\ndata across" if layout.across == "data" else ""
+    tokens = entry.tokens_per_s
+    known = entry.model_flops > 0
+    return (
+        f"{layout.pipeline} x {layout.tensor} x {layout.data}{across}",
+        f"{run.schedule}{chunks}{again}",
+        f"{run.num_microbatches} of {run.microbatch_samples}",
+        describe_counts(entry.partition.layer_counts),
+        format_seconds(entry.step_s),
+        f"{tokens:,.0f}" if tokens is not None else f"{entry.samples_per_s:,.1f} samples",
+        f"{entry.flops_per_s_per_device / 1e12:.3g}" if known else "-",
+        f"{entry.mfu:.1%}" if known else "-",
+        f"{entry.timeline.bubble_share:.1%}",
+        "\n".join(f"{name} {format_bytes(sent)}" for name, sent in sorted(entry.nic_bytes.items())) or "nothing",
+        f"{max(entry.memory_bytes) / _GIB:.3g} of {min(entry.memory_limits) / _GIB:.3g} GiB",
+    )
+
+
+def describe_counts(counts: tuple[int, ...]) -> str:
+    """(8, 8, 8, 6) as "3 x 8, 6"."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, count])
+    shown = [f"{number} x {count}" if number > 1 else str(count) for number, count in runs]
+    return ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", *shown[-2:]])
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, in ms below a second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def format_bytes(number: float) -> str:
+    """Three digits with a decimal prefix, as network rates have them."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | None = None) -> None:
+    """The best plan and its runners-up, why it wins, and what was left out; to standard output by default."""
+    stream = file if file is not None else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+    console.print(Text(describe_task(cost_model)))
+    table = Table(title="Plans, the best first", title_justify="left", title_style="bold")
+    for heading in HEADINGS:
+        table.add_column(Text(heading))
+    for entry in (result.best, *result.runners_up):
+        table.add_row(*(Text(cell) for cell in prediction_cells(entry)), style="bold" if entry is result.best else None)
+    console.print(table)
+    console.print(Text(f"Chosen: {result.best.run}: {result.best.reason}"))
+    for number, entry in enumerate(result.runners_up, start=2):
+        console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
+    console.print(Text(describe_left_out(result)))
+
+
+def describe_task(cost_model: CostModel) -> str:
+    """What was planned: the model, the devices, the batch."""
+    model, clusters = cost_model.model, cost_model.network.topology.clusters
+    places = ", ".join(
+        f"{cluster.name}: {cluster.num_devices} x {device.name}"
+        for cluster, device in zip(clusters, cost_model.devices, strict=True)
+    )
+    work = f", {(model.forward + model.backward) / model.microbatch_samples / 1e12:.3g} TFLOPs a sample"
+    return (
+        f"{model.name}: {model.num_layers} layers, {format_bytes(model.parameter_bytes)} of parameters"
+        f"{work if model.unit == 'flops' else ''}; a batch of {cost_model.training.batch_samples}; {places}"
+    )
+
+
+def describe_left_out(result: SearchResult) -> str:
+    """How many candidates there were, and why the others were not simulated."""
+    parts = "; ".join(
+        f"{count} {reason}" for reason, count in sorted(result.left_out.items(), key=lambda item: -item[1])
+    )
+    return f"{result.num_candidates} candidates" + (f"; left out: {parts}" if parts else "")
+
+
+def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
+    """Plain data for JSON."""
+    topology = cost_model.network.topology
+    return {
+        "model": cost_model.model.to_data(),
+        "batch_samples": cost_model.training.batch_samples,
+        "clusters": [
+            {"name": cluster.name, "devices": cluster.num_devices, "device_type": device.name}
+            for cluster, device in zip(topology.clusters, cost_model.devices, strict=True)
+        ],
+        "best": {**result.best.to_data(), "timeline": result.best.timeline.to_data()},
+        "runners_up": [entry.to_data() for entry in result.runners_up],
+        "num_candidates": result.num_candidates,
+        "left_out": dict(result.left_out),
+    }

@@ -1,0 +1,122 @@
+"""Drawing timelines: one row a pipeline rank; forwards, backwards, transfers, reductions, and idle time between.
+
+    save_timeline_plot([prediction.timeline], "step.svg", title=str(prediction.run))
+
+Several timelines (a predicted and a measured one) are drawn below each other on one scale of seconds. It needs
+matplotlib, which is asked for when a plot is.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.timeline import Timeline
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart
+COLOURS = {
+    "forward": "#0072B2",
+    "backward": "#009E73",
+    "transfer": "#E69F00",
+    "reduce": "#D55E00",
+    "update": "#56B4E9",
+    "gather": "#CC79A7",
+    "idle": "#EEEEEE",
+}
+PLOT_FORMATS = (".png", ".svg")
+_MOST_ROWS = 64
+_MOST_NUMBERS = 400  # beyond it a number in every box is a smear
+
+
+def save_timeline_plot(timelines: Sequence[Timeline], path: str | Path, *, title: str = "") -> None:
+    """Write the picture to a .png or .svg file. Raises ConfigurationError for other endings."""
+    ending = Path(path).suffix.lower()
+    if ending not in PLOT_FORMATS:
+        raise ConfigurationError(f"plot {str(path)!r}: the file's name must end in {' or '.join(PLOT_FORMATS)}")
+    try:
+        Path(path).write_bytes(_draw(timelines, title, ending[1:]))
+    except OSError as error:
+        raise ConfigurationError(f"plot {str(path)!r} cannot be written: {error}") from error
+
+
+def timeline_svg(timelines: Sequence[Timeline], *, title: str = "") -> str:
+    """The picture as the text of an <svg> element, to stand in a page."""
+    text = _draw(timelines, title, "svg").decode("utf-8")
+    return text[text.index("<svg") :]
+
+
+def _draw(timelines: Sequence[Timeline], title: str, file_format: str) -> bytes:
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "a plot needs the package matplotlib, which is not installed: pip install lightning-holmes[plot]"
+        ) from error
+    rows = [min(timeline.num_ranks, _MOST_ROWS) for timeline in timelines]
+    figure = Figure(figsize=(13, 1.3 + sum(0.9 + 0.34 * count for count in rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=[2 + count for count in rows])
+    end = max(timeline.step_s for timeline in timelines)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw_one(axis, timeline, end)
+    axes[-1, 0].set_xlabel("seconds since the start of the step")
+    if title:
+        figure.suptitle(title, fontsize=10)
+    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=7, frameon=False)
+    buffer = io.BytesIO()
+    # a fixed salt: the same timeline gives the same file
+    with matplotlib.rc_context({"svg.hashsalt": "lightning-holmes", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=file_format, dpi=110, metadata={"Date": None} if file_format == "svg" else None)
+    return buffer.getvalue()
+
+
+def _draw_one(axis: Any, timeline: Timeline, end: float) -> None:
+    shown = timeline.spans[:_MOST_ROWS]
+    numbers = sum(len(row) for row in shown) <= _MOST_NUMBERS
+    for rank, row in enumerate(shown):
+        axis.broken_barh([(0, timeline.step_s)], (rank - 0.4, 0.8), facecolors=COLOURS["idle"])
+        for kind in COLOURS:
+            spans = [span for span in row if span.kind == kind]
+            if not spans:
+                continue
+            # transfers run beside computing: a thin line below it
+            height = (rank + 0.22, 0.18) if kind == "transfer" else (rank - 0.4, 0.6)
+            bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
+            axis.broken_barh(bars, height, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.4)
+            if numbers and kind in ("forward", "backward"):
+                for span in spans:
+                    middle = (span.start_s + span.end_s) / 2
+                    if span.end_s - span.start_s > 0.008 * end:
+                        axis.text(
+                            middle,
+                            rank - 0.1,
+                            str(span.microbatch),
+                            ha="center",
+                            va="center",
+                            fontsize=6,
+                            color="white",
+                        )
+    more = timeline.num_ranks - len(shown)
+    axis.set_yticks(range(len(shown)), [f"stage {rank}" for rank in range(len(shown))], fontsize=7)
+    axis.set_ylim(len(shown) - 0.5, -0.5)
+    axis.set_xlim(0, end)
+    axis.set_title(
+        f"{timeline.source}: {timeline.step_s:.4g} s, bubble {timeline.bubble_share:.1%}"
+        + (f" (the first {len(shown)} of {timeline.num_ranks} ranks)" if more else ""),
+        fontsize=9,
+        loc="left",
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(timelines: Sequence[Timeline]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    present = {span.kind for timeline in timelines for row in timeline.spans for span in row} | {"idle"}
+    names = {"reduce": "gradient reduction", "gather": "parameter gathering", "update": "optimizer"}
+    return [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items() if kind in present]

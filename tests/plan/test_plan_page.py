@@ -1,0 +1,106 @@
+"""What a search looks like: table, JSON, picture and page."""
+
+import io
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel, Training
+from lightning_holmes.plan.device_type import find_device_type
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.plan_page import plan_page, save_plan_page
+from lightning_holmes.plan.plan_table import HEADINGS, describe_counts, print_search, search_data
+from lightning_holmes.plan.planner import SearchResult, search
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.schedule import make_schedule
+from lightning_holmes.plan.simulator import StepCosts, simulate
+from lightning_holmes.plan.timeline import Timeline
+from lightning_holmes.plan.timeline_plot import save_timeline_plot, timeline_svg
+
+TOPOLOGY = """
+clusters:
+  - name: east <1>
+    hosts:
+      - {name: e, count: 2, devices: 2, nics: [{name: ib, kind: infiniband, bandwidth: 200 Gbit/s},
+                                               {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}
+  - name: west
+    hosts:
+      - {name: w, count: 2, devices: 2, nics: [{name: roce, kind: roce, bandwidth: 200 Gbit/s},
+                                               {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}
+links:
+  - {ends: [east <1>, west], transport: ethernet, bandwidth: 25 Gbit/s, latency: 1 ms}
+"""
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[SearchResult, CostModel]:
+    layer = LayerCost(forward=1e12, backward=2e12, parameter_bytes=4e8, activation_bytes=1e7, held_bytes=1e8)
+    model = ModelCost(unit="flops", microbatch_samples=1, layers=(layer,) * 8, tokens_per_sample=100, name="small")
+    device = find_device_type("A100-80GB")
+    network = Network(Topology.from_yaml_text(TOPOLOGY), local_bytes_per_s=device.local_bytes_per_s)
+    costs = CostModel(model, network, devices=(device, device), training=Training(batch_samples=32))
+    return search(costs), costs
+
+
+def test_table(searched: tuple[SearchResult, CostModel]) -> None:
+    stream = io.StringIO()
+    print_search(*searched, file=stream)
+    text = stream.getvalue()
+    for words in ("small: 8 layers", "Plans, the best first", "Chosen: pipeline", "  2. pipeline", "candidates"):
+        assert words in text
+    assert "TFLOPS/GPU" in text and "infiniband" in text
+
+
+def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) -> None:
+    data = json.loads(json.dumps(search_data(*searched), allow_nan=False))
+    assert set(data) == {"model", "batch_samples", "clusters", "best", "runners_up", "num_candidates", "left_out"}
+    assert Timeline.from_data(data["best"].pop("timeline")).step_s == data["best"]["step_s"]
+    assert all(set(entry) == set(data["best"]) for entry in data["runners_up"])
+    assert ModelCost.from_data(data["model"]) == searched[1].model
+
+
+def test_page_is_whole_and_escapes(searched: tuple[SearchResult, CostModel], tmp_path) -> None:
+    text = plan_page(*searched)
+    assert (
+        not re.search(r"""(src|href)\s*=\s*["'](https?:)?//""", text)
+        and "<script" not in text
+        and "@import" not in text
+    )
+    assert "east &lt;1&gt;" in text and "east <1>" not in text
+    assert text.count("<svg") == 1 and all(heading in text for heading in HEADINGS)
+    save_plan_page(*searched, tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text() == text
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        save_plan_page(*searched, tmp_path / "no folder" / "plan.html")
+
+
+def test_pictures(tmp_path) -> None:
+    costs = StepCosts(forward_s=(1,) * 3, backward_s=(2,) * 3, reduce_s=(1,) * 3, update_s=(0.5,) * 3)
+    timeline = simulate(make_schedule("1f1b", pipeline_parallel_size=3, num_microbatches=4), costs)
+    svg = timeline_svg([timeline, timeline], title="two")
+    root = ElementTree.fromstring(svg)
+    words = {"".join(node.itertext()) for node in root.iter() if node.tag.endswith("text")}
+    assert {"stage 0", "stage 2", "forward", "backward", "gradient reduction", "idle", "optimizer", "two"} <= words
+    assert "transfer" not in words  # this step has none
+    assert svg == timeline_svg([timeline, timeline], title="two")
+    save_timeline_plot([timeline], tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
+        save_timeline_plot([timeline], tmp_path / "step.pdf")
+
+
+def test_without_matplotlib_the_package_is_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    timeline = simulate(make_schedule("1f1b", pipeline_parallel_size=1, num_microbatches=1), StepCosts.even(1))
+    with pytest.raises(ConfigurationError, match=r"lightning-holmes\[plot\]"):
+        save_timeline_plot([timeline], tmp_path / "step.png")
+
+
+def test_counts_are_short() -> None:
+    assert describe_counts((8, 8, 8, 6)) == "3 x 8, 6"
+    assert describe_counts((1, 2) * 8) == "1, 2, 1, ..., 1, 2"
