@@ -1,0 +1,196 @@
+"""lightning-holmes topology: what network there is.
+
+    lightning-holmes topology                                       # this host's cards
+    torchrun --nnodes 4 ... -m lightning_holmes.cli topology        # clusters, links and measured speeds
+    lightning-holmes topology --topology my.yaml --plot my.svg      # what a file says
+
+Options are checked here; finding is the work of cluster/inventory.py, showing that of topology_table.py and
+topology_plot.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import re
+import sys
+import time
+from argparse import ArgumentError
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_holmes.cluster.fabric import group_hosts
+from lightning_holmes.cluster.hardware import HostInventory, probe_host
+from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
+from lightning_holmes.cluster.json_data import to_data
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology_yaml import rename_for_files
+from lightning_holmes.commands.topology_plot import check_plot_file, plot_topology
+from lightning_holmes.commands.topology_table import print_host, print_topology
+from lightning_holmes.errors import ConfigurationError
+
+FORMATS = ("table", "yaml", "json")
+_STORE_TIMEOUT_S = 120.0
+
+
+def make_parser() -> ArgumentParser:
+    """The options of the command."""
+    parser = ArgumentParser(
+        prog="lightning-holmes topology",
+        description="List this host's network cards; under torchrun, find clusters and measure the links.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--format", default="table", help=f"How it is printed: {', '.join(FORMATS)}.")
+    parser.add_argument("--plot", default=None, help="Draw hosts and links into this file, .png or .svg.")
+    parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
+    parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
+    parser.add_argument("--refresh", action="store_true", help="Measure again even if speeds are known.")
+    parser.add_argument("--port_range", default=None, help="Ports that may be listened on, such as 20000-20100.")
+    return parser
+
+
+def main(args: list[str]) -> None:
+    """Run the command. Raises HolmesError for what the user can mend."""
+    options = parse(args)
+    if options.plot is not None:
+        check_plot_file(options.plot)  # before anybody waits for measurements
+    given = Topology.from_yaml(options.topology) if options.topology is not None else None
+    rank, world_size = _rank_and_world_size()
+    if world_size is not None:
+        topology = _discover(rank, world_size, given, options)
+        if rank == 0:
+            _show(topology, options)
+    elif given is not None:
+        _show(given, options)
+    else:
+        inventory = probe_host()
+        for warning in inventory.warnings:
+            print(f"lightning-holmes: {warning}", file=sys.stderr)
+        topology = make_single_host(inventory)
+        if options.format == "table":
+            print_host(inventory)
+        _show(topology, options, table=False)
+
+
+def parse(args: list[str]) -> Namespace:
+    """The options, checked; ConfigurationError says what to write instead."""
+    parser = make_parser()
+    names = [name for action in parser._actions for name in action.option_strings]
+    for arg in args:
+        name = arg.split("=")[0]
+        if name.startswith("-") and name not in names and not re.fullmatch(r"-\d+", name):
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigurationError(
+                f"lightning-holmes topology has no option {name}; {hint}Options: {', '.join(names)}"
+            )
+    try:
+        options = parser.parse_args(args)
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"lightning-holmes topology: {error}; options: {', '.join(names)}") from error
+    if options.format not in FORMATS:
+        raise ConfigurationError(f"--format={options.format}: write {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    options.port_range = _read_port_range(options.port_range)
+    return options
+
+
+def make_single_host(inventory: HostInventory) -> Topology:
+    """A topology of this host alone, with a device for each GPU: a start for a topology file."""
+    topology = group_hosts([inventory] * max(1, len(inventory.gpus)))
+    (cluster,) = topology.clusters
+    hosts = tuple(replace(host, ranks=None) for host in cluster.hosts)
+    return replace(topology, clusters=(replace(cluster, hosts=hosts),))
+
+
+def _show(topology: Topology, options: Namespace, *, table: bool = True) -> None:
+    if options.format == "yaml":
+        print(topology.to_yaml(), end="")
+    elif options.format == "json":
+        print(json.dumps(rename_for_files(to_data(topology)), indent=2))
+    elif table:
+        print_topology(topology)
+    if options.plot is not None:
+        plot_topology(topology, options.plot)
+        print(f"drawn: {options.plot}", file=sys.stderr)
+
+
+def _discover(rank: int, world_size: int, given: Topology | None, options: Namespace) -> Topology:
+    store = _open_store(rank, world_size)
+    try:
+        return discover_topology(
+            store,
+            rank,
+            world_size,
+            given=given,
+            options=ProbeOptions(
+                connect=not options.no_probe,
+                measure=not options.no_probe,
+                refresh=options.refresh,
+                port_range=options.port_range,
+            ),
+        )
+    finally:
+        _leave_together(store, rank, world_size)
+
+
+def _open_store(rank: int, world_size: int) -> Any:
+    """The job's store at MASTER_ADDR and MASTER_PORT: torchrun's own where it offers it, else rank 0 opens one."""
+    from torch.distributed import PrefixStore, TCPStore  # seconds of import, which one host alone does not need
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or not port.isdecimal():
+        raise ConfigurationError(
+            f"MASTER_ADDR={address} and MASTER_PORT={port}: set both to where rank 0 listens, as torchrun does"
+        )
+    offered = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            address,
+            int(port),
+            world_size,
+            is_master=rank == 0 and not offered,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"rank {rank} cannot open the job's store at {address}:{port}: {str(error).splitlines()[0]}; start all "
+            f"{world_size} processes with torchrun and the same --master_addr and --master_port"
+        ) from error
+    return PrefixStore(f"holmes/topology/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _leave_together(store: Any, rank: int, world_size: int) -> None:
+    """Rank 0 may own the store: it goes when all others have read what they need, or after some seconds."""
+    with contextlib.suppress(Exception):
+        store.add("left", 1)
+        end = time.monotonic() + 10
+        while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def _rank_and_world_size() -> tuple[int, int | None]:
+    """From RANK and WORLD_SIZE, as torchrun sets them; no world size outside a job."""
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return 0, None
+    if not (rank and world_size and rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise ConfigurationError(
+            f"RANK={rank} and WORLD_SIZE={world_size}: set both, as torchrun does, with RANK below WORLD_SIZE; unset "
+            "both to list this host's cards"
+        )
+    return int(rank), int(world_size)
+
+
+def _read_port_range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
+        raise ConfigurationError(f"--port_range={text}: write the first and last port, such as 20000-20100")
+    return int(match.group(1)), int(match.group(2))

@@ -1,0 +1,153 @@
+"""Tables of a host's cards and of a topology, and how bandwidths, latencies and ranks are written for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.topology import Topology
+
+
+def print_host(inventory: HostInventory) -> None:
+    """One host's cards, and its GPUs with their near cards."""
+    console = _console()
+    console.print(f"host {escape(inventory.name)}")
+    ports = {port.name: port for port in inventory.rdma}
+    kinds = {interface.name: interface for interface in inventory.interfaces}
+    table = _table("NIC", "kind", "rate", "state", "interface", "addresses", "NUMA", "near GPUs", "notes")
+    for nic in inventory.nics():
+        notes = []
+        numa = None
+        if nic.name in ports:
+            port = ports[nic.name]
+            numa = port.numa_node
+            state = (port.state or "?") + ("" if port.up or port.state != "ACTIVE" else ", interface down")
+            notes += [f"RoCE {'/'.join(port.roce_versions)}"] if port.roce_versions else []
+            notes += [f"subnet {port.subnet_prefix}"] if port.subnet_prefix else []
+            notes += [f"subnet manager {port.sm_lid}"] if port.sm_lid is not None else []
+            notes += [f"{port.function} function"] if port.function else []
+        else:
+            interface = kinds[nic.name]
+            numa = interface.numa_node
+            state = "up" if interface.up else "down"
+            notes += [interface.kind] if interface.kind != "ethernet" else []
+            notes += [f"of {' '.join(interface.members)}"] if interface.members else []
+            notes += ["main"] if interface.name == inventory.main_interface else []
+        near = ranges(nic.near_devices)
+        cells = (nic.name, nic.kind, bandwidth(nic.bandwidth_bytes_per_s), state, nic.interface or "", _addresses(nic))
+        table.add_row(*map(escape, (*cells, "" if numa is None else str(numa), near, ", ".join(notes))))
+    console.print(table)
+    for gpu in inventory.gpus:
+        console.print(f"GPU {gpu.index}: {escape(gpu.name)} at {gpu.bus}")
+    if not inventory.rdma:
+        console.print("no RDMA device: groups of this host use Ethernet")
+    if inventory.switches:
+        console.print(f"switches from {inventory.switches_source}: {escape(' > '.join(inventory.switches))}")
+    if inventory.cluster is not None:
+        console.print(f"HOLMES_CLUSTER: {escape(inventory.cluster)}")
+
+
+def print_topology(topology: Topology) -> None:
+    """Clusters with their hosts and cards, speeds, who was not reached, and warnings."""
+    console = _console()
+    table = _table("cluster", "host", "ranks", "NIC", "kind", "rate", "interface", "addresses", "state")
+    for cluster in topology.clusters:
+        for index, host in enumerate(cluster.hosts):
+            ranks = ranges(host.ranks) if host.ranks is not None else f"{host.devices} devices"
+            title = cluster.name + (f" ({cluster.fabric})" if cluster.fabric not in (None, cluster.name) else "")
+            first = (title if index == 0 else "", host.name, ranks)
+            for number, nic in enumerate(host.nics or (None,)):
+                cells: tuple[str, ...] = first if number == 0 else ("", "", "")
+                if nic is not None:
+                    rate = bandwidth(nic.bandwidth_bytes_per_s)
+                    state = "up" if nic.up else "down"
+                    cells = (*cells, nic.name, nic.kind, rate, nic.interface or "", _addresses(nic), state)
+                table.add_row(*map(escape, cells))
+        table.add_section()
+    console.print(table)
+    speeds = _table("from", "to", "transport", "bandwidth", "latency", "known from")
+    for cluster in topology.clusters:
+        for speed in cluster.speeds:
+            known = "measured" if speed.measured else "the NICs' rate" if speed.nic_bytes_per_s else "file"
+            if speed.measured and speed.nic_bytes_per_s is not None:
+                known += f" (NIC: {bandwidth(speed.nic_bytes_per_s)})"
+            row = (speed.transport, bandwidth(speed.bandwidth_bytes_per_s), latency(speed.latency_s), known)
+            speeds.add_row(*map(escape, (cluster.name, "itself", *row)))
+    for link in topology.links:
+        figures = (bandwidth(link.bandwidth_bytes_per_s), latency(link.latency_s))
+        known = "measured" if link.measured else "file"
+        speeds.add_row(*map(escape, (*link.ends, link.transport, *figures, known)))
+    if speeds.row_count:
+        console.print(speeds)
+    if topology.measured_at_s is not None:
+        age = time.time() - topology.measured_at_s
+        kept = "; --refresh measures again" if age > 60 else ""
+        console.print(f"measured {duration(age)} ago{kept}; one TCP connection a measurement")
+    for item in topology.unreachable:
+        console.print(escape(f"unreachable over {item.transport}: {item.ends[0]} and {item.ends[1]}: {item.reason}"))
+    for warning in topology.warnings:
+        console.print(escape(f"warning: {warning}"))
+
+
+def bandwidth(bytes_per_s: float | None) -> str:
+    """200 Gbit/s, 93.4 Mbit/s; ? if not known."""
+    if bytes_per_s is None:
+        return "?"
+    bits = bytes_per_s * 8
+    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= factor:
+            return f"{bits / factor:.3g} {unit}" if bits < 1000 * factor else f"{bits / factor:.0f} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+def latency(seconds: float | None) -> str:
+    """50 us, 2.1 ms; nothing if not known."""
+    if seconds is None:
+        return ""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def duration(seconds: float) -> str:
+    """12 s, 5 min, 3 h."""
+    for unit, factor in (("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0-3, 8 for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _addresses(nic: Nic) -> str:
+    shown = " ".join(nic.addresses[:2])
+    return shown + (f" and {len(nic.addresses) - 2} more" if len(nic.addresses) > 2 else "")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(show_header=True, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # In a file or a pipe nothing is cut or folded to 80 columns.
+    return console if console.is_terminal else Console(highlight=False, width=240)
