@@ -1,0 +1,262 @@
+"""lightning-holmes bench: the same training by several strategies, side by side on a testbed.
+
+    lightning-holmes bench
+    lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
+
+Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
+the hosts lightning_holmes.cluster.testbed's. Every contender is started by torchrun on every host, with the nodes
+numbered at random. The floor is measured first and last, and all its steps count. Needs root, as the testbed does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
+from lightning_holmes.cluster.testbed.bed import raise_if_failed
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Contender, Job
+from lightning_holmes.commands.benchmark.report import Report, Result, load_figure_class, show_seconds
+from lightning_holmes.commands.benchmark.workload import Workload
+from lightning_holmes.commands.testbed import parse_rate, show_rate
+from lightning_holmes.errors import ConfigurationError, TestbedError
+
+FLOOR = "floor"
+_WORKER = "lightning_holmes.commands.benchmark.worker"
+_FAST_KINDS: tuple[TransportKind, ...] = ("infiniband", "roce")
+_ETHERNET = "eth0"
+
+
+def main(args: list[str]) -> None:
+    """Run the command line `args`; exits with 1 if a contender did not run to its end."""
+    options = make_parser().parse_args(args)
+    load_figure_class()  # missing: better known now than after the runs
+    topology = make_topology(
+        options.hosts,
+        devices=options.processes,
+        fast_bytes_per_s=parse_rate(options.fast, source="--fast"),
+        ethernet_bytes_per_s=parse_rate(options.ethernet, source="--ethernet"),
+    )
+    workload = Workload(
+        hidden_size=options.hidden_size,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        sequence_length=options.sequence_length,
+        batch_size=options.batch_size,
+        warmup_steps=options.warmup,
+        steps=options.steps,
+    )
+    job = Job(topology=topology, processes_per_host=options.processes, workload=workload)
+    if workload.batch_size % job.world_size:
+        raise ConfigurationError(
+            f"--batch-size {workload.batch_size} does not divide among {job.world_size} processes; give a multiple"
+        )
+    names = options.contenders or list(CONTENDERS)
+    report = run_benchmark(
+        job,
+        [CONTENDERS[name] for name in CONTENDERS if name in names],
+        cpu_share=options.cpu_share,
+        rounds=options.rounds,
+        timeout_s=options.timeout,
+        command=shlex.join(["lightning-holmes", "bench", *args]),
+        verbose=options.verbose,
+    )
+    report.print()
+    for path in report.write(Path(options.output)):
+        print(f"written: {path}")
+    if any(result.problem is not None and result.rank_steps_s == [] for result in report.results):
+        sys.exit(1)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    defaults = Workload()
+    parser = argparse.ArgumentParser(
+        prog="lightning-holmes bench",
+        description="The same training by several strategies, side by side on a testbed of two or more clusters.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    network = parser.add_argument_group("network")
+    network.add_argument("--hosts", type=int, nargs="+", default=[2, 2], metavar="N", help="hosts of each cluster")
+    network.add_argument("--processes", type=int, default=1, help="processes on each host")
+    network.add_argument("--cpu-share", type=float, default=0.45, help="cores of each host")
+    network.add_argument("--fast", default="1gbit", help="rate inside clusters")
+    network.add_argument("--ethernet", default="100mbit", help="rate of the Ethernet that joins them")
+    training = parser.add_argument_group("training")
+    training.add_argument("--hidden-size", type=int, default=defaults.hidden_size)
+    training.add_argument("--layers", type=int, default=defaults.num_layers)
+    training.add_argument("--heads", type=int, default=defaults.num_heads)
+    training.add_argument("--sequence-length", type=int, default=defaults.sequence_length)
+    training.add_argument("--batch-size", type=int, default=defaults.batch_size, help="of the whole job")
+    training.add_argument("--steps", type=int, default=defaults.steps, help="measured steps of each run")
+    training.add_argument("--warmup", type=int, default=defaults.warmup_steps, help="steps before them")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="only these")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all contenders run, in turn")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
+    parser.add_argument("--output", default="runs/bench", help="folder for bench.json and bench.png")
+    parser.add_argument("--verbose", action="store_true", help="show what the hosts print")
+    return parser
+
+
+def make_topology(
+    sizes: Sequence[int], *, devices: int, fast_bytes_per_s: float, ethernet_bytes_per_s: float
+) -> Topology:
+    """Clusters of these sizes, InfiniBand and RoCE in turn. Node names do not tell the cluster."""
+    if min(sizes) < 1:
+        raise ConfigurationError(f"--hosts {' '.join(map(str, sizes))}: each cluster needs a host or more")
+    clusters, number = [], 0
+    for index, size in enumerate(sizes):
+        kind = _FAST_KINDS[index % len(_FAST_KINDS)]
+        nics = (
+            Nic(name="mlx5_0", kind=kind, bandwidth_bytes_per_s=fast_bytes_per_s),
+            Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=ethernet_bytes_per_s),
+        )
+        hosts = tuple(Host(name=f"node{number + i}", devices=devices, nics=nics) for i in range(size))
+        clusters.append(Cluster(name=f"{kind}{index}", hosts=hosts))
+        number += size
+    return Topology(clusters=tuple(clusters))
+
+
+def run_benchmark(
+    job: Job,
+    contenders: Sequence[Contender],
+    *,
+    cpu_share: float,
+    rounds: int,
+    timeout_s: float,
+    command: str,
+    verbose: bool,
+) -> Report:
+    """Run the contenders in turn on one testbed."""
+    order = [contender for _ in range(rounds) for contender in contenders]
+    order += [contender for contender in contenders if contender.name == FLOOR]  # again at the end: drift would show
+    found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
+    with Testbed(job.topology, TestbedOptions(cpu_share=cpu_share)) as bed:
+        for number, contender in enumerate(order, start=1):
+            print(f"[{number}/{len(order)}] {contender.title}", end=" ... ", flush=True)
+            result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose)
+            print(f"{show_seconds(result.step_s)} s a step" if result.step_s is not None else "no figures", flush=True)
+            found[contender.name].append(result)
+    fast, ethernet = (nic.bandwidth_bytes_per_s for nic in job.topology.clusters[0].hosts[0].nics)
+    sizes = "+".join(str(len(cluster.hosts)) for cluster in job.topology.clusters)
+    return Report(
+        results=[join(results) for results in found.values()],
+        floor=FLOOR,
+        network=(
+            f"{sizes} hosts, {cpu_share:g} core each, {show_rate(fast)} inside clusters, {show_rate(ethernet)} across; "
+            f"GPT of {job.workload.num_parameters / 1e6:.3g} M parameters, "
+            f"batch {job.workload.batch_size} x {job.workload.sequence_length}"
+        ),
+        command=command,
+        facts={"hardware": _hardware(), "commit": _commit(), "torch": version("torch"), "rounds": rounds},
+    )
+
+
+def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: float, verbose: bool) -> Result:
+    """One run of one contender."""
+    if (why_not := contender.why_not(job)) is not None:
+        return Result(name=contender.name, title=contender.title, problem=why_not)
+    _set_ethernet(bed, job, fast=contender.fast_everywhere)
+    with tempfile.TemporaryDirectory(prefix="holmes-bench-") as name:
+        folder = Path(name)
+        written = {
+            "topology": job.topology.to_yaml(),
+            "processes_per_host": job.processes_per_host,
+            "workload": job.workload.to_json(),
+        }
+        (folder / "job.json").write_text(json.dumps(written))
+        order = contender.node_order(job)
+        results = bed.torchrun(
+            ["-m", _WORKER, contender.name, str(folder)],
+            nproc_per_node=job.processes_per_host,
+            shuffle_nodes=order is None,
+            node_order=order,
+            env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"},
+            host_env=lambda host: (
+                {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
+            ),
+            folder=folder,
+            timeout_s=timeout_s,
+            echo=_echo if verbose else None,
+        )
+        problem = _problem(results, timeout_s)
+        if problem is not None:
+            return Result(name=contender.name, title=contender.title, problem=problem)
+        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.world_size)]
+    # processes of one host see the same cards: one of them speaks for the host
+    sent = {rank["host"]: rank["sent_bytes"] for rank in ranks}
+    return Result(
+        name=contender.name,
+        title=contender.title,
+        rank_steps_s=[rank["steps_s"] for rank in ranks],
+        ethernet_bytes=max(cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
+        fast_bytes=max(sum(cards.values()) - cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
+    )
+
+
+def join(results: Sequence[Result]) -> Result:
+    """The results of one contender's runs as one: the steps of all runs; bytes of the first that has figures."""
+    good = [result for result in results if result.problem is None]
+    if not good:
+        return results[0]
+    problems = [result.problem for result in results if result.problem is not None]
+    return Result(
+        name=good[0].name,
+        title=good[0].title,
+        rank_steps_s=[
+            [seconds for steps in of_rank for seconds in steps]
+            for of_rank in zip(*(result.rank_steps_s for result in good), strict=True)
+        ],
+        ethernet_bytes=good[0].ethernet_bytes,
+        fast_bytes=good[0].fast_bytes,
+        problem=f"{len(problems)} of {len(results)} runs failed: {problems[0]}" if problems else None,
+    )
+
+
+def _set_ethernet(bed: Testbed, job: Job, *, fast: bool) -> None:
+    for cluster in job.topology.clusters:
+        for host in cluster.hosts:
+            rate = host.nics[0 if fast else 1].bandwidth_bytes_per_s
+            assert rate is not None
+            bed.set_rate(f"{host.name}.{_ETHERNET}", rate)
+
+
+def _echo(host: str, line: str) -> None:
+    print(f"[{host}] {line}", flush=True)
+
+
+def _problem(results: dict[str, HostResult], timeout_s: float) -> str | None:
+    try:
+        raise_if_failed(results, timeout_s)
+    except TestbedError as error:
+        return str(error)
+    return None
+
+
+def _hardware() -> str:
+    """The processor and how much of it there is."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def _commit() -> str:
+    """The commit of a checkout; the version of an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version("lightning-holmes")

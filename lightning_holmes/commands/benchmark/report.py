@@ -1,0 +1,144 @@
+"""What a benchmark found: as a table, as JSON and as a bar chart.
+
+report = Report(...)
+report.print()
+report.write(Path("runs/bench"))               # bench.json and bench.png
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_holmes.errors import ConfigurationError
+
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one contender gave.
+
+    rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
+    a step on its cards, the largest of all hosts. problem says why there are no figures.
+    """
+
+    name: str
+    title: str
+    rank_steps_s: list[list[float]] = dataclasses.field(default_factory=list)
+    ethernet_bytes: float = 0.0
+    fast_bytes: float = 0.0
+    problem: str | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """The slowest rank's median step."""
+        return max(map(statistics.median, self.rank_steps_s)) if self.rank_steps_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All contenders of one run, and where and how it was."""
+
+    results: list[Result]
+    floor: str  # the name of the contender that is the yardstick
+    network: str
+    command: str
+    facts: dict[str, Any]
+
+    @property
+    def floor_s(self) -> float | None:
+        """Seconds of a step without communication."""
+        return next((result.step_s for result in self.results if result.name == self.floor), None)
+
+    def share(self, result: Result) -> float | None:
+        """The contender's speed as a share of the floor's."""
+        if result.step_s is None or self.floor_s is None:
+            return None
+        return self.floor_s / result.step_s
+
+    def print(self) -> None:
+        """The table, and what did not run."""
+        table = Table(title=self.network)
+        table.add_column("contender")
+        for title in ("seconds a step", "share of the floor", "Ethernet MB a step", "fast MB a step"):
+            table.add_column(title, justify="right")
+        for result in self.results:
+            if result.step_s is None:
+                table.add_row(result.title, "-", "-", "-", "-")
+                continue
+            share = self.share(result)
+            table.add_row(
+                result.title,
+                show_seconds(result.step_s),
+                "-" if share is None else f"{share:.2f}",
+                f"{result.ethernet_bytes / _MEGABYTE:.1f}",
+                f"{result.fast_bytes / _MEGABYTE:.1f}",
+            )
+        # without a terminal nothing is known of the width: let no column be folded
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(table)
+        for result in self.results:
+            if result.problem is not None:
+                console.print(f"{result.title}: {result.problem}", markup=False, highlight=False)
+
+    def as_data(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "network": self.network,
+            "command": self.command,
+            **self.facts,
+            "results": [
+                {**dataclasses.asdict(result), "step_s": result.step_s, "share": self.share(result)}
+                for result in self.results
+            ],
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write bench.json and bench.png; their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bench.json").write_text(json.dumps(self.as_data(), indent=2) + "\n")
+        return [folder / "bench.json", self._draw(folder / "bench.png")]
+
+    def _draw(self, path: Path) -> Path:
+        figure_class = load_figure_class()
+        shown = [result for result in self.results if self.share(result) is not None]
+        shares = [self.share(result) or 0.0 for result in shown]
+        figure = figure_class(figsize=(8, 0.9 + 0.5 * max(1, len(shown))), layout="constrained")
+        axes = figure.subplots()
+        colors = ["tab:blue" if result.name.startswith("holmes") else "tab:gray" for result in shown]
+        bars = axes.barh([result.title for result in shown], shares, color=colors)
+        labels = [
+            f"{share:.2f}  ({show_seconds(result.step_s or 0.0)} s)"
+            for share, result in zip(shares, shown, strict=True)
+        ]
+        axes.bar_label(bars, labels, padding=4)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.25 * max(1.0, *shares, 0.0))
+        axes.set_xlabel("speed as a share of training without communication (seconds a step)")
+        axes.set_title(self.network, fontsize=10, wrap=True)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)
+        return path
+
+
+def show_seconds(seconds: float) -> str:
+    """Three digits that count."""
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3g}"
+
+
+def load_figure_class() -> Any:
+    """matplotlib's Figure. Raises ConfigurationError if it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("the chart needs matplotlib; pip install 'lightning-holmes[plot]'") from error
+    return Figure

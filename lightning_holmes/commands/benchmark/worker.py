@@ -1,0 +1,104 @@
+"""One process of one contender: trains, and writes down how long its steps took and what its cards sent.
+
+    torchrun ... -m lightning_holmes.commands.benchmark.worker ddp FOLDER
+
+FOLDER holds job.json, written by `bench`; each rank writes FOLDER/rank<N>.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
+from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
+
+_INTERFACES = Path("/sys/class/net")
+
+
+class StepClock(Callback):
+    """When each step began, and what the cards had sent when the measured steps began and ended.
+
+    A step lasts to the start of the next one. Nothing is synchronised for it.
+    """
+
+    def __init__(self, warmup_steps: int) -> None:
+        self.warmup_steps = warmup_steps
+        self.marks_s: list[float] = []
+        self.sent_bytes: list[dict[str, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.marks_s.append(time.perf_counter())
+        if len(self.marks_s) == self.warmup_steps + 1:
+            self.sent_bytes.append(read_sent_bytes())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.marks_s.append(time.perf_counter())
+        self.sent_bytes.append(read_sent_bytes())
+
+    def measured_s(self) -> list[float]:
+        """Seconds of each step after the warm-up."""
+        marks = self.marks_s[self.warmup_steps :]
+        return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def read_sent_bytes() -> dict[str, int]:
+    """Bytes that each interface of this host has sent."""
+    return {
+        folder.name: int((folder / "statistics" / "tx_bytes").read_text())
+        for folder in _INTERFACES.iterdir()
+        if folder.name != "lo"
+    }
+
+
+def read_job(folder: Path) -> Job:
+    """The job that `bench` wrote."""
+    data = json.loads((folder / "job.json").read_text())
+    return Job(
+        topology=Topology.from_yaml_text(data["topology"], source="bench"),
+        processes_per_host=data["processes_per_host"],
+        workload=Workload.from_json(data["workload"]),
+    )
+
+
+def main(name: str, folder: Path) -> None:
+    """Train as the contender `name`."""
+    job, contender = read_job(folder), CONTENDERS[name]
+    workload = job.workload
+    seed_everything(1, verbose=False)
+    clock = StepClock(workload.warmup_steps)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if contender.alone else job.processes_per_host,
+        num_nodes=1 if contender.alone else job.num_hosts,
+        strategy=contender.make_strategy(job),
+        max_steps=workload.warmup_steps + workload.steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    data = SharedBatches(workload, num_replicas=job.world_size if contender.alone else None)
+    trainer.fit(contender.make_module(job), datamodule=data)
+    before, after = clock.sent_bytes
+    found = {
+        "host": os.environ["HOLMES_HOST_NAME"],
+        "steps_s": clock.measured_s(),
+        "sent_bytes": {interface: after[interface] - before[interface] for interface in after},
+        "samples": data.batch_size,
+    }
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""Workload: the model, the batch and the steps that all contenders of a benchmark share.
+
+workload = Workload()                        # a GPT of 11.6 million parameters, batch 32 x 128
+workload.num_parameters
+text = workload.to_json()                    # for the worker processes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_holmes.data import FileBytes
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.models import GPT
+
+_MIN_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A byte GPT, trained by AdamW in fp32 on the sources of Python's library.
+
+    batch_size is that of the whole job, whatever the number of replicas. The first warmup_steps are not measured.
+    """
+
+    hidden_size: int = 282
+    num_layers: int = 12
+    num_heads: int = 3
+    sequence_length: int = 128
+    batch_size: int = 32
+    warmup_steps: int = 2
+    steps: int = 5
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ConfigurationError(f"{field.name}={value} is too small; give 1 or more")
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """What GPT and its descendants are made with."""
+        names = ("hidden_size", "num_layers", "num_heads", "sequence_length")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(parameter.numel() for parameter in GPT(**self.model_arguments).parameters())
+
+    def to_json(self) -> str:
+        """Text that from_json reads back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Workload:
+        """The workload that to_json wrote."""
+        return cls(**json.loads(text))
+
+
+class SharedBatches(FileBytes):
+    """Real text, in batches that are a replica's part of the whole job's.
+
+    num_replicas is None where the strategy knows it.
+    """
+
+    def __init__(self, workload: Workload, num_replicas: int | None) -> None:
+        samples = workload.batch_size * (workload.warmup_steps + workload.steps + 1)
+        super().__init__(
+            max_bytes=max(_MIN_BYTES, 2 * samples * workload.sequence_length),
+            sequence_length=workload.sequence_length,
+            batch_size=workload.batch_size,
+        )
+        self.whole_batch = workload.batch_size
+        self.num_replicas = num_replicas
+
+    def setup(self, stage: str) -> None:
+        num_replicas = self.num_replicas
+        if num_replicas is None:
+            assert self.trainer is not None
+            num_replicas = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
+        if self.whole_batch % num_replicas:
+            raise ConfigurationError(
+                f"batch_size={self.whole_batch} does not divide among {num_replicas} replicas; give a multiple"
+            )
+        self.batch_size = self.whole_batch // num_replicas
+        super().setup(stage)
