@@ -98,6 +98,23 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Preci
             )
 
 
+def check_port_range(port_range: Any) -> tuple[int, int] | None:
+    """The strategy's ``port_range``, or None.
+
+    Raises:
+        ConfigurationError: it is not two ports in order.
+    """
+    if port_range is None:
+        return None
+    try:
+        first, last = port_range
+        if isinstance(first, int) and isinstance(last, int) and 0 < first <= last < 65536:
+            return first, last
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"port_range={port_range!r}: write the first and the last port, say [29500, 29600]")
+
+
 def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bool = True) -> None:
     """Refuse a LightningModule that a pipeline cannot run as plain Lightning would.
 

@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -28,23 +27,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_holmes import admission, agreement, checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.checkpointing import CheckpointingStrategy
+from lightning_holmes.cluster.hardware import HostInventory, probe_host
+from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.mesh import (
-    GroupBuilder,
-    ProcessGroups,
-    build_process_groups,
-    edge_pairs,
-    join_shared,
-    release,
-)
+from lightning_holmes.comm.mesh import ProcessGroups, join_shared, release
+from lightning_holmes.comm.transport import UserSettings
+from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.optim.clip import global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
@@ -58,7 +56,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.choose import PlanOptions, make_plan
-from lightning_holmes.plan.placement import Placement, make_placement
+from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
@@ -90,6 +88,8 @@ class HolmesStrategy(CheckpointingStrategy):
         async_checkpoint: copy the state, and write it while training goes on.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: of collectives and transfers.
+        port_range: the first and the last port that a firewall between hosts leaves open. What this package listens on
+            keeps to it; gloo and NCCL take ports of the kernel's range, which must then lie within.
 
     Raises:
         ConfigurationError: an argument that is impossible by itself; later, one that does not fit the run.
@@ -113,6 +113,7 @@ class HolmesStrategy(CheckpointingStrategy):
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        port_range: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, async_checkpoint=async_checkpoint)
         admission.check_arguments(
@@ -138,9 +139,13 @@ class HolmesStrategy(CheckpointingStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
-        self._topology: Topology | None = None
+        self._port_range = admission.check_port_range(port_range)
+        self._inventory: HostInventory | None = None
+        self._user_settings = UserSettings()
+        self._layout: JobLayout | None = None
         self._placement: Placement | None = None
         self._groups: ProcessGroups | None = None
+        self._device_mesh: DeviceMesh | None = None
         self._watch: FailureWatch | None = None
         self._failed = False
         self._plan: Plan | None = None
@@ -244,39 +249,64 @@ class HolmesStrategy(CheckpointingStrategy):
                 'process_group_backend="gloo" cannot send tensors between CUDA devices; use "nccl" or leave it out'
             )
         self._process_group_backend = backend
-        assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        environment = self.cluster_environment
+        assert environment is not None
+        self._user_settings = UserSettings.read()
+        several_hosts = self.num_nodes > 1
+        if several_hosts:
+            self._inventory = probe_host(master_addr=numeric_address(environment.main_address))
+            if self._port_range is not None:
+                check_port_range(self._port_range)
+        connect_world(
+            environment,
+            backend,
+            interface=None if self._inventory is None else self._inventory.main_interface,
+            several_hosts=several_hosts,
+            user=self._user_settings,
+            timeout=self._timeout,
+        )
         if self._watch is None:
             self._watch = FailureWatch(default_store(), self.global_rank, self.world_size)
 
     def _lay_out(self) -> None:
         """Topology, placement and process groups: all that does not depend on the module."""
-        if self._groups is not None:
-            return
-        argument = self._topology_argument
-        if isinstance(argument, Topology):
-            self._topology = argument
-        elif argument == "auto":
-            self._topology = Topology.single_cluster(self.num_nodes, max(1, self.world_size // self.num_nodes))
-        else:
-            self._topology = Topology.from_yaml(argument)
-        agreement.compare_ranks(self._argument_facts(), self.world_size)
-        wanted, chunks = self._options.pipeline_parallel_size, self._options.num_chunks
-        size = len(self._topology.clusters) if wanted == "auto" else wanted
-        self._placement = make_placement(self._topology, world_size=self.world_size, pipeline_parallel_size=size)
-        if size == 1 and chunks > 1:
-            raise ConfigurationError(
-                f"num_chunks={chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
+        if self._layout is None:
+            job = Job(
+                rank=self.global_rank,
+                world_size=self.world_size,
+                num_nodes=self.num_nodes,
+                backend=self._process_group_backend or "gloo",
+                device=self.root_device,
+                timeout=self._timeout,
+                port_range=self._port_range,
+                inventory=self._inventory,
+                user=self._user_settings,
             )
-        builder = GroupBuilder(
-            rank=self.global_rank,
-            backend=self._process_group_backend or "gloo",
-            device=self.root_device,
-            timeout=self._timeout,
-        )
-        # not at teardown: metrics and checkpoints use them after a run
-        weakref.finalize(self, release, builder.owned).atexit = False
-        self._groups = build_process_groups(self._placement, builder, pairs=edge_pairs(size, chunks))
+            topology = find_topology(self._topology_argument, job)
+            agreement.compare_ranks(self._argument_facts(topology), self.world_size)
+            self._layout = lay_out_job(
+                topology,
+                pipeline_parallel_size=self._options.pipeline_parallel_size,
+                num_chunks=self._options.num_chunks,
+                job=job,
+            )
+            self._placement, self._groups = self._layout.placement, self._layout.groups
+            # not at teardown: metrics and checkpoints use them after a run
+            weakref.finalize(self, release, self._layout.groups.builder.owned).atexit = False
+            if self.world_size > 1:
+                self._device_mesh = build_device_mesh(self._layout, self.root_device.type)
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by the axes ``pipeline`` and ``data_parallel``; a LightningModule reads it as ``self.device_mesh``.
+
+        Known from ``configure_model`` on, where there is more than one process.
+        """
+        if self._device_mesh is None:
+            raise HolmesError("the device mesh is made when the trainer sets up several processes; ask for it later")
+        return self._device_mesh
 
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
@@ -296,7 +326,8 @@ class HolmesStrategy(CheckpointingStrategy):
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        assert self._groups is not None and self._topology is not None
+        layout = self._layout
+        assert self._groups is not None and layout is not None
         self._base_seed = self.broadcast(agreement.choose_seed())
         if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
             self._base_seed = self._saved_seed
@@ -307,12 +338,14 @@ class HolmesStrategy(CheckpointingStrategy):
         structure = lesson.structure
         self._plan = make_plan(
             self._options,
-            topology=self._topology,
-            placement=self._placement,
+            topology=layout.topology,
+            placement=layout.placement,
+            edges=layout.pairs,
             layers=None if structure is None else structure.layers,
             num_layers=0 if structure is None else structure.num_layers,
             batch_size=lesson.batch_size,
-            backend=self._process_group_backend or "none",
+            transports=layout.transports.describe,
+            notes=layout.notes,
         )
         if structure is not None:
             structure.check_partition(self._plan.partition)
@@ -371,10 +404,10 @@ class HolmesStrategy(CheckpointingStrategy):
 
         connector._sigterm_notifier_fn = note_sigterm
 
-    def _argument_facts(self) -> dict[str, str]:
+    def _argument_facts(self, topology: Topology) -> dict[str, str]:
         """Versions and arguments: compared before groups are built, which differing ones would make hang."""
         arguments = {
-            "topology": self._topology.to_yaml() if self._topology is not None else "",
+            "topology": topology.to_yaml(),
             **dataclasses.asdict(self._options),
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,

@@ -61,7 +61,7 @@ def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta
 def nccl_options(net_name: str) -> Any:
     """Options of an NCCL group that uses the network module ``net_name``: "IB" (RoCE, too) or "Socket"."""
     options = dist.ProcessGroupNCCL.Options()
-    options.config.net_name = net_name
+    options.config.net_name = net_name  # type: ignore[attr-defined]
     return options
 
 

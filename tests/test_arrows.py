@@ -27,6 +27,7 @@ BESIDE_STRATEGY = {
     "agreement",
     "learning",
     "collectives",
+    "job_layout",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

@@ -148,7 +148,7 @@ def discover_topology(
     options = options or ProbeOptions()
     board = _Board(store, rank, world_size, timeout_s)
     try:
-        mine = local if local is not None else probe_host(master_addr=_numeric(master_addr))
+        mine = local if local is not None else probe_host(master_addr=numeric_address(master_addr))
         board.put(f"inventory/{rank}", {"inventory": to_data(mine)})
     except Exception as error:
         board.put(f"inventory/{rank}", {"error": f"{type(error).__name__}: {error}"[:2000]})
@@ -424,7 +424,7 @@ def _live_names(topology: Topology, hosts: Sequence[LiveHost]) -> dict[str, str]
     return {host.name: by_rank[topology.ranks_of_host(host.name)[0]] for host in topology.hosts}
 
 
-def _numeric(master_addr: str | None) -> str | None:
+def numeric_address(master_addr: str | None) -> str | None:
     """The numeric address of the master; a name has been looked up by the launcher before, so this is quick."""
     name = master_addr or os.environ.get("MASTER_ADDR")
     if not name:

@@ -7,13 +7,16 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.edges import DistributedEdges
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
+from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.plan.placement import Placement
+from lightning_holmes.torch_private import nccl_options
 
 
 class GroupBuilder:
@@ -28,15 +31,25 @@ class GroupBuilder:
         backend: "gloo" or "nccl", for tensors.
         device: where tensors live.
         timeout: of the groups.
+        transports: which network card a group uses; None: what the libraries choose.
     """
 
-    def __init__(self, *, rank: int, backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta | None,
+        transports: GroupTransports | None = None,
+    ) -> None:
         self.rank = rank
         self.backend = backend
         self.device = device
         self.timeout = timeout
         self.owned: list[dist.ProcessGroup] = []
         self._gloo = GlooDevices()
+        self._transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
     def build(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
         """A group of ``ranks``; None on ranks outside it and for a single one.
@@ -47,17 +60,35 @@ class GroupBuilder:
         if len(ranks) < 2:
             return None
         is_gloo = on_host or self.backend == "gloo"
-        created: dist.ProcessGroup = dist.new_group(
-            list(ranks),
-            timeout=self.timeout,
-            backend=GLOO if is_gloo else self.backend,
-            pg_options=self._gloo.on(None) if is_gloo else None,
-            group_desc=name,
-        )
+        created = self._create(ranks, name, on_host=on_host)
         if self.rank not in ranks:
             return None
         self.owned.append(created)
         dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if is_gloo else self.device), group=created)
+        return created
+
+    def build_single(self, rank: int, name: str) -> dist.ProcessGroup | None:
+        """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks."""
+        created = self._create((rank,), name, on_host=False)
+        if self.rank != rank:
+            return None
+        self.owned.append(created)
+        return created
+
+    def _create(self, ranks: Sequence[int], name: str, *, on_host: bool) -> dist.ProcessGroup:
+        options: Any = None
+        if on_host or self.backend == "gloo":
+            backend = GLOO
+            if self.rank in ranks:
+                transports = self._transports
+                options = self._gloo.on(transports.host_interface() if on_host else transports.interface(ranks))
+        else:
+            backend = self.backend
+            net_name = self._transports.net_name(ranks) if self.rank in ranks else None
+            options = None if net_name is None else nccl_options(net_name)
+        created: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self.timeout, backend=backend, pg_options=options, group_desc=name
+        )
         return created
 
     def build_edge(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:

@@ -3,7 +3,7 @@
 make_plan(options, topology=..., placement=..., num_layers=12, ...)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,10 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.placement import Placement, clusters_of
-from lightning_holmes.plan.plan import GroupPlan, Plan
+from lightning_holmes.plan.plan import Axis, GroupPlan, Plan
 
+# For the ranks of a group: what moves its bytes, and why.
+Transports = Callable[[Sequence[int]], tuple[str, str]]
 _MICROBATCHES_PER_RANK = 4
 WHOLE_MODULE = "(whole module)"
 
@@ -35,23 +37,27 @@ def make_plan(
     *,
     topology: Topology,
     placement: Placement,
+    edges: Sequence[tuple[int, int]] = (),
     layers: str | None,
     num_layers: int,
     batch_size: int | None,
-    backend: str,
+    transports: Transports,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """The plan of a run, with a note for each automatic choice.
 
     Args:
+        edges: pairs of pipeline ranks between which tensors travel.
         layers: the name of the layer list that was found; None for a module that is run whole.
         num_layers: its length.
         batch_size: samples in a training batch of one replica, if that is known.
-        backend: what moves tensors between ranks.
+        transports: what a group of ranks uses, in words, and why.
+        notes: what was chosen before.
 
     Raises:
         ConfigurationError: options that do not fit the module.
     """
-    size, notes = placement.pipeline_parallel_size, []
+    size, notes = placement.pipeline_parallel_size, list(notes)
     if layers is None:
         if options.partition != "uniform" or options.layers != "auto":
             raise ConfigurationError(
@@ -63,9 +69,6 @@ def make_plan(
         partition = make_partition(options.partition, num_layers, size * options.num_chunks)
         if options.layers == "auto" and size > 1:
             notes.append(f"layers: {layers}, the largest list that every step calls in order")
-    if options.pipeline_parallel_size == "auto":
-        hint = "" if size > 1 else "; for a pipeline give pipeline_parallel_size, or a topology with several clusters"
-        notes.append(f"pipeline_parallel_size: {size}, one for each cluster{hint}")
     num_microbatches = 1 if options.num_microbatches == "auto" else options.num_microbatches
     if options.num_microbatches == "auto" and size > 1:
         most = _MICROBATCHES_PER_RANK * size
@@ -85,22 +88,34 @@ def make_plan(
         partition=partition,
         placement=placement,
         clusters=tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size)),
-        groups=tuple(_groups(placement, backend)),
+        groups=tuple(_groups(placement, edges, transports)),
         notes=tuple(notes),
     )
 
 
-def _groups(placement: Placement, backend: str) -> list[GroupPlan]:
-    """The groups of more than one rank: replicas of each stage, and pipelines."""
+def _groups(placement: Placement, pairs: Sequence[tuple[int, int]], transports: Transports) -> list[GroupPlan]:
+    """The groups of more than one rank: replicas of each stage, pipelines, and their edges if those use something else."""
     found = []
     if placement.data_parallel_size > 1:
         for rank in range(placement.pipeline_parallel_size):
-            members, reason = placement.data_parallel_group(rank), "gradients of one stage"
-            name = f"data_parallel_{rank}"
-            found.append(GroupPlan(name=name, axis="data_parallel", ranks=members, transport=backend, reason=reason))
+            members = placement.data_parallel_group(rank)
+            found.append(
+                _group(f"data_parallel_{rank}", "data_parallel", members, "gradients of one stage", transports)
+            )
     if placement.pipeline_parallel_size > 1:
         for replica in range(placement.data_parallel_size):
-            members, reason = placement.pipeline_group(replica), "activations between stages"
-            name = f"pipeline_{replica}"
-            found.append(GroupPlan(name=name, axis="pipeline", ranks=members, transport=backend, reason=reason))
+            members = placement.pipeline_group(replica)
+            whole = _group(f"pipeline_{replica}", "pipeline", members, "between stages", transports)
+            found.append(whole)
+            for source, destination in pairs:
+                name = f"edge_{replica}_{source}_{destination}"
+                ends = (members[source], members[destination])
+                edge = _group(name, "pipeline", ends, f"activations, stage {source} to {destination}", transports)
+                if edge.transport != whole.transport:
+                    found.append(edge)
     return found
+
+
+def _group(name: str, axis: Axis, ranks: tuple[int, ...], use: str, transports: Transports) -> GroupPlan:
+    transport, reason = transports(ranks)
+    return GroupPlan(name=name, axis=axis, ranks=ranks, transport=transport, reason=f"{use}; {reason}")

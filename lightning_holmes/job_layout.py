@@ -1,0 +1,163 @@
+"""JobLayout: what a job stands on, before any module is looked at: topology, placement, transports and groups.
+
+layout = lay_out_job("auto", pipeline_parallel_size="auto", num_chunks=1, job=job)      # every rank must call
+layout.placement, layout.groups, layout.transports
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_holmes import agreement
+from lightning_holmes.cluster.hardware import HostInventory
+from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, edge_pairs
+from lightning_holmes.comm.transport import GroupTransports, UserSettings
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.placement import (
+    Placement,
+    alternatives,
+    choose_pipeline_size,
+    crossing_groups,
+    make_placement,
+)
+from lightning_holmes.plan.transport import TransportChooser
+from lightning_holmes.torch_private import default_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """This process's place in its job, and what it talks by.
+
+    ``inventory``: of this host; None where all ranks are on one host.
+    """
+
+    rank: int
+    world_size: int
+    num_nodes: int
+    backend: str
+    device: torch.device
+    timeout: timedelta | None
+    port_range: tuple[int, int] | None
+    inventory: HostInventory | None
+    user: UserSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLayout:
+    """``pairs``: the ordered pairs of pipeline ranks between which tensors travel; ``notes``: what was chosen and why."""
+
+    topology: Topology
+    placement: Placement
+    transports: GroupTransports
+    groups: ProcessGroups
+    pairs: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
+
+
+def find_topology(argument: str | Topology, job: Job) -> Topology:
+    """What exists: discovered, or given and matched with the hosts of the job. Every rank must call.
+
+    Where all ranks are on one host nothing is looked for: a file may lay them out as several clusters.
+    """
+    given = None
+    if isinstance(argument, Topology):
+        given = argument
+    elif argument != "auto":
+        given = Topology.from_yaml(argument)
+    if job.inventory is None:
+        return given or Topology.single_cluster(job.num_nodes, max(1, job.world_size // job.num_nodes))
+    # speeds are not needed to lay out groups; `lightning-holmes topology` measures them
+    return discover_topology(
+        default_store(),
+        job.rank,
+        job.world_size,
+        local=job.inventory,
+        given=given,
+        options=ProbeOptions(measure=False, port_range=job.port_range),
+        timeout_s=120.0 if job.timeout is None else min(120.0, job.timeout.total_seconds()),
+    )
+
+
+def lay_out_job(
+    topology: Topology, *, pipeline_parallel_size: int | Literal["auto"], num_chunks: int, job: Job
+) -> JobLayout:
+    """Place the ranks and build their groups. Every rank must call, with the same arguments.
+
+    Raises:
+        ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
+    """
+    notes = []
+    if pipeline_parallel_size == "auto":
+        size, reason = choose_pipeline_size(topology)
+        hint = "" if size > 1 else "; for a pipeline give pipeline_parallel_size, or a topology with several clusters"
+        notes.append(f"pipeline_parallel_size: {reason}{hint}")
+    else:
+        size = pipeline_parallel_size
+    placement = make_placement(topology, world_size=job.world_size, pipeline_parallel_size=size)
+    if size == 1 and num_chunks > 1:
+        raise ConfigurationError(
+            f"num_chunks={num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
+        )
+    crossing = crossing_groups(placement, topology)
+    if crossing:
+        notes.append(
+            f"the data-parallel groups of pipeline rank {', '.join(map(str, crossing[:8]))} reach over several clusters, "
+            f"so their gradients cross between them. {alternatives(topology)}"
+        )
+    notes += topology.warnings
+    chooser = None if job.inventory is None else TransportChooser(topology)
+    transports = GroupTransports(chooser, rank=job.rank, backend=job.backend, user=job.user)
+    replicas = [placement.data_parallel_group(stage) for stage in range(size)]
+    pipelines = [placement.pipeline_group(replica) for replica in range(placement.data_parallel_size)]
+    pairs = edge_pairs(size, num_chunks)
+    edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
+    own = [group for group in (*replicas, *pipelines, *edges) if job.rank in group and len(group) > 1]
+    os.environ.update(transports.nccl_environment(own))
+    _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])
+    agreement.compare_ranks({f"{name} ": value for name, value in job.user.facts().items()}, job.world_size)
+    builder = GroupBuilder(
+        rank=job.rank, backend=job.backend, device=job.device, timeout=job.timeout, transports=transports
+    )
+    groups = build_process_groups(placement, builder, pairs=pairs)
+    return JobLayout(
+        topology=topology,
+        placement=placement,
+        transports=transports,
+        groups=groups,
+        pairs=tuple(pairs),
+        notes=tuple(notes),
+    )
+
+
+def _warn_of_fallbacks(transports: GroupTransports, groups: Sequence[Sequence[int]]) -> None:
+    for line in transports.fallbacks(groups):
+        rank_zero_warn(line)
+
+
+def build_device_mesh(layout: JobLayout, device_type: str) -> DeviceMesh:
+    """The placement as a DeviceMesh with the axes ``pipeline`` and ``data_parallel``. Every rank must call.
+
+    Its groups are those of the layout; an axis of one rank gets a group of one.
+    """
+    builder, groups = layout.groups.builder, layout.groups
+    alone = None
+    if groups.pipeline is None or groups.data_parallel is None:
+        for rank in range(layout.placement.world_size):
+            made = builder.build_single(rank, f"holmes_single_{rank}")
+            alone = made or alone
+    axes = [groups.pipeline or alone, groups.data_parallel or alone]
+    assert all(axis is not None for axis in axes)
+    return DeviceMesh.from_group(
+        [axis for axis in axes if axis is not None],
+        device_type,
+        mesh=torch.tensor(layout.placement.grid),
+        mesh_dim_names=("pipeline", "data_parallel"),
+    )

@@ -1,0 +1,159 @@
+"""Which network card each group of ranks uses. Pure: a topology in, a choice with its reason out.
+
+A group whose hosts share one RDMA fabric uses it; any other group uses Ethernet (Holmes, arXiv 2312.03549, automatic
+NIC selection). InfiniBand and RoCE cannot talk to each other, and a card that is down is none.
+
+    chooser = TransportChooser(topology)
+    choice = chooser.choose((0, 1, 4, 5))
+    choice.kind, choice.nic_of(4), choice.reason      # "infiniband", Nic(name="mlx5_0", ...), "..."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+
+GroupTransportKind = Literal["local", "infiniband", "roce", "ethernet"]
+_RDMA: tuple[Literal["infiniband"], Literal["roce"]] = ("infiniband", "roce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportChoice:
+    """What a group uses and why.
+
+    Attributes:
+        kind: "local" for ranks of one host.
+        nics: by rank: the card it uses; ranks are left out where none is known.
+        reason: in one line.
+    """
+
+    kind: GroupTransportKind
+    nics: Mapping[int, Nic]
+    reason: str
+
+    def nic_of(self, rank: int) -> Nic | None:
+        """The card that ``rank`` uses in this group, if one is known."""
+        return self.nics.get(rank)
+
+    @property
+    def is_rdma(self) -> bool:
+        """Whether the group has an RDMA fabric of its own."""
+        return self.kind in _RDMA
+
+
+class TransportChooser:
+    """Chooses for any group of the ranks of ``topology``."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._places = topology.places()
+
+    def choose(self, ranks: Sequence[int]) -> TransportChoice:
+        """The best card that all ``ranks`` share."""
+        places = {rank: self._places[rank] for rank in ranks}
+        hosts = {host.name: (cluster, host) for cluster, host in places.values()}
+        if len(hosts) == 1:
+            (_, host), *_ = hosts.values()
+            main = host.nic_of("ethernet")
+            return TransportChoice(
+                kind="local", nics={} if main is None else dict.fromkeys(ranks, main), reason=f"all on host {host.name}"
+            )
+        shared = self._shared_rdma(list(hosts.values()))
+        if shared:
+            best = max(shared, key=lambda option: (option.slowest, option.kind == "infiniband", option.fabric))
+            return TransportChoice(
+                kind=best.kind,
+                nics={rank: best.nics[host.name] for rank, (_, host) in places.items()},
+                reason=f"{len(hosts)} hosts share it" + (f" ({best.fabric})" if best.fabric else ""),
+            )
+        cards = _ethernet([host for _, host in hosts.values()])
+        return TransportChoice(
+            kind="ethernet",
+            nics={rank: cards[host.name] for rank, (_, host) in places.items() if host.name in cards},
+            reason=_why_ethernet(list(hosts.values())),
+        )
+
+    def main_nic(self, rank: int) -> Nic | None:
+        """The Ethernet card of the rank's host that reaches the master."""
+        return self._places[rank][1].nic_of("ethernet")
+
+    def _shared_rdma(self, places: list[tuple[Cluster, Host]]) -> list[_Shared]:
+        """Every RDMA fabric that all hosts have a working card of."""
+        found = []
+        same_cluster = len({cluster.name for cluster, _ in places}) == 1
+        first = places[0][1]
+        for nic in first.nics:
+            if nic.kind not in _RDMA or not nic.up:
+                continue
+            # a card of unknown fabric, from a file written by hand, shares that of its cluster
+            if nic.fabric is None and not same_cluster:
+                continue
+            cards = {host.name: host.nic_of(nic.kind, nic.fabric) for _, host in places}
+            if all(card is not None for card in cards.values()):
+                found.append(
+                    _Shared(
+                        kind=nic.kind, fabric=nic.fabric or "", nics={k: v for k, v in cards.items() if v is not None}
+                    )
+                )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """A fabric that several hosts have cards of."""
+
+    kind: Literal["infiniband", "roce"]
+    fabric: str
+    nics: Mapping[str, Nic]
+
+    @property
+    def slowest(self) -> float:
+        return _slowest(self.nics)
+
+
+def _slowest(nics: Mapping[str, Nic]) -> float:
+    return min(nic.bandwidth_bytes_per_s or 0.0 for nic in nics.values())
+
+
+def _ethernet(hosts: Sequence[Host]) -> dict[str, Nic]:
+    """The fastest Ethernet cards in a subnet that all hosts are in, else those that reach the master."""
+    main = {host.name: card for host in hosts if (card := host.nic_of("ethernet")) is not None}
+    if len(main) < len(hosts):
+        return main
+    options = [main]
+    for nic in hosts[0].nics:
+        if nic.kind == "ethernet" and nic.up and nic.fabric is not None:
+            cards = {host.name: card for host in hosts if (card := host.nic_of("ethernet", nic.fabric)) is not None}
+            if len(cards) == len(hosts):
+                options.append(cards)
+    return max(options, key=_slowest)
+
+
+def _why_ethernet(places: Sequence[tuple[Cluster, Host]]) -> str:
+    """Why no RDMA fabric serves these hosts."""
+    down = [
+        f"{nic.name} of {host.name} is down"
+        for _, host in places
+        for nic in host.nics
+        if nic.kind in _RDMA and not nic.up
+    ]
+    if down:
+        return "; ".join(down[:3])
+    kinds: dict[str, set[str]] = {}
+    for cluster, host in places:
+        for nic in host.nics:
+            if nic.kind in _RDMA and nic.up:
+                kinds.setdefault(nic.kind, set()).add(cluster.name)
+    clusters = {cluster.name for cluster, _ in places}
+    fallback = next((cluster.fallback for cluster, _ in places if cluster.fallback is not None), None)
+    if not kinds:
+        return "no RDMA card is known on these hosts"
+    if len(kinds) == 2 and len(clusters) > 1:
+        return "crosses from " + " to ".join(f"{kind} in {'+'.join(sorted(names))}" for kind, names in kinds.items())
+    if fallback is not None:
+        return fallback
+    if len(clusters) > 1:
+        return f"crosses the clusters {', '.join(sorted(clusters))}, which share no fabric"
+    return "not all hosts have a card on one fabric"
