@@ -74,7 +74,7 @@ def main(args: list[str]) -> None:
     report.print()
     for path in report.write(Path(options.output)):
         print(f"written: {path}")
-    if any(result.problem is not None and result.rank_steps_s == [] for result in report.results):
+    if any(result.failed for result in report.results):
         sys.exit(1)
 
 
@@ -165,7 +165,7 @@ def run_benchmark(
 def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: float, verbose: bool) -> Result:
     """One run of one contender."""
     if (why_not := contender.why_not(job)) is not None:
-        return Result(name=contender.name, title=contender.title, problem=why_not)
+        return Result(name=contender.name, title=contender.title, problem=why_not, can_run=False)
     _set_ethernet(bed, job, fast=contender.fast_everywhere)
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as name:
         folder = Path(name)

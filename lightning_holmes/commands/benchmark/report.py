@@ -28,7 +28,8 @@ class Result:
     """What one contender gave.
 
     rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
-    a step on its cards, the largest of all hosts. problem says why there are no figures.
+    a step on its cards, the largest of all hosts. problem says why there are no figures; can_run is False where the
+    network is not one for this contender.
     """
 
     name: str
@@ -37,6 +38,12 @@ class Result:
     ethernet_bytes: float = 0.0
     fast_bytes: float = 0.0
     problem: str | None = None
+    can_run: bool = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ran, and not to its end."""
+        return self.can_run and not self.rank_steps_s
 
     @property
     def step_s(self) -> float | None:

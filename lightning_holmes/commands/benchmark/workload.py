@@ -77,7 +77,7 @@ class SharedBatches(FileBytes):
         self.whole_batch = workload.batch_size
         self.num_replicas = num_replicas
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str | None = None) -> None:
         num_replicas = self.num_replicas
         if num_replicas is None:
             assert self.trainer is not None

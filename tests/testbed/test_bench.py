@@ -1,0 +1,100 @@
+"""The benchmark: a small one for real, and what it makes of its figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.commands import bench
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
+from lightning_holmes.commands.benchmark.contenders.blind import node_order, stages_of, why_not
+from lightning_holmes.commands.benchmark.report import Report, Result
+from lightning_holmes.commands.benchmark.workload import Workload
+from lightning_holmes.errors import ConfigurationError
+
+SMALL = "--hidden-size 64 --layers 2 --heads 2 --sequence-length 32 --batch-size 8 --steps 3 --warmup 1 --cpu-share 2"
+
+
+def job_of(*sizes: int) -> Job:
+    topology = bench.make_topology(sizes, devices=1, fast_bytes_per_s=125e6, ethernet_bytes_per_s=12.5e6)
+    return Job(topology=topology, processes_per_host=1, workload=Workload())
+
+
+@pytest.mark.usefixtures("testbed_works")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(200)
+def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp blind --timeout 80 --output {tmp_path / 'out'}"
+    bench.main(arguments.split())
+    shown = capsys.readouterr().out
+    data = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert arguments in data["command"] and data["hardware"] and data["commit"]
+    floor, ddp, blind = data["results"]
+    assert [len(steps) for steps in floor["rank_steps_s"]] == [6, 6], "first and last, three steps each"
+    assert [len(steps) for steps in ddp["rank_steps_s"]] == [3, 3]
+    assert floor["share"] == 1 and ddp["share"] == pytest.approx(floor["step_s"] / ddp["step_s"])
+    assert floor["ethernet_bytes"] < 2000
+    # A ring of two sends the gradients once in each step: fp32, and some for headers and acknowledgements.
+    gradients = 4 * Workload(hidden_size=64, num_layers=2, num_heads=2).num_parameters
+    assert gradients < ddp["ethernet_bytes"] < 1.2 * gradients and ddp["fast_bytes"] < 2000
+    assert blind["step_s"] is None and "two hosts or more" in blind["problem"] and blind["problem"] in shown
+
+
+def test_the_default_workload_is_the_one_that_the_figures_are_quoted_for() -> None:
+    workload = Workload()
+    assert round(workload.num_parameters / 1e6, 1) == 11.6
+    assert (workload.batch_size, workload.sequence_length) == (32, 128)
+    assert Workload.from_json(workload.to_json()) == workload
+    with pytest.raises(ConfigurationError, match="steps=0 is too small"):
+        Workload(steps=0)
+
+
+def test_the_blind_pipeline_takes_a_host_of_every_cluster_for_each_stage() -> None:
+    assert stages_of(job_of(2, 2)) == [["node0", "node2"], ["node1", "node3"]]
+    assert node_order(job_of(2, 2)) == ["node0", "node2", "node1", "node3"]
+    assert why_not(job_of(2, 2)) is None
+    assert why_not(job_of(2, 4)) is not None and why_not(job_of(1, 1)) is not None
+
+
+def test_shares_are_of_the_slowest_ranks_median_step() -> None:
+    floor = Result(name="floor", title="floor", rank_steps_s=[[1.0, 9.0, 1.0], [2.0, 2.0, 9.0]])
+    slow = Result(name="ddp", title="DDP", rank_steps_s=[[4.0], [3.0]])
+    failed = Result(name="fsdp2", title="FSDP2", problem="it fell over")
+    report = Report(results=[floor, slow, failed], floor="floor", network="n", command="c", facts={})
+    assert report.floor_s == 2.0
+    assert [result.failed for result in report.results] == [False, False, True]
+    assert [report.share(result) for result in report.results] == [1.0, 0.5, None]
+
+
+def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
+    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0)
+    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0)
+    failed = Result(name="x", title="X", problem="it fell over")
+    assert bench.join([first, second]).rank_steps_s == [[1.0, 3.0], [2.0, 4.0]]
+    joined = bench.join([first, failed])
+    assert joined.rank_steps_s == [[1.0], [2.0]] and joined.problem == "1 of 2 runs failed: it fell over"
+    assert bench.join([failed]).problem == "it fell over"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--hosts 2 0", "--hosts 2 0: each cluster needs a host"),
+        ("--hosts 2 1", "--batch-size 32 does not divide among 3 processes"),
+        ("--fast quick", "--fast.*a positive bandwidth"),
+    ],
+)
+def test_impossible_options_are_refused(arguments: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        bench.main(arguments.split())
+
+
+def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
+    assert [name for name, contender in CONTENDERS.items() if contender.alone] == ["floor"]
+    assert [name for name, contender in CONTENDERS.items() if not contender.gloo_on_ethernet] == [
+        "holmes",
+        "holmes-fast",
+    ]
+    for name in ("ddp", "ddp-fp16", "fsdp2", "holmes", "holmes-fast"):
+        assert CONTENDERS[name].node_order(job_of(2, 2)) is None, f"{name}: nodes are numbered at random"
