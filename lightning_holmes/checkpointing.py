@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -203,5 +204,16 @@ class CheckpointingStrategy(ReplicaCollectives):
                 checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters)
             _optimizers_to_device([optimizer], self.root_device)
         assert self.lightning_module is not None
-        # Lightning does it where it makes the loaders, which has been long ago: the layout was learnt from a batch
-        self.lightning_module.trainer.fit_loop._load_combined_loader_states()
+        _restore_loaders(self.lightning_module.trainer.fit_loop)
+
+
+def _restore_loaders(loop: Any) -> None:
+    """Give stateful loaders their states. Lightning does it when it makes the loaders, but here, and wherever
+    ``estimated_stepping_batches`` is asked for, they were made, and their first pass begun, before it knew the states."""
+    loader = loop._combined_loader
+    if loader is None or not loop.restarting or not loop._combined_loader_states_to_load:
+        return
+    for each in loader.flattened:
+        _set_sampler_epoch(each, loop.epoch_progress.current.processed)
+    loop._load_combined_loader_states()
+    iter(loop._data_fetcher)

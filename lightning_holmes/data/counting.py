@@ -1,6 +1,6 @@
 """CountingLoader: a data loader that says how many samples the run has seen, and starts there again.
 
-Its state counts the samples of all replicas together, within the epoch. So a run that stopped in mid-epoch goes on at
+Its state is the epoch and how many samples of it all replicas together have seen. So a run that stopped in mid-epoch goes on at
 the next sample with any number of replicas: the order of samples depends on the seed and the epoch alone, and a batch
 of all replicas together is a contiguous piece of it.
 
@@ -35,42 +35,51 @@ class CountingSampler(DistributedSampler[Any]):
         whole = batch_size * num_replicas
         self.total_size = length // whole * whole
         self.num_samples = self.total_size // num_replicas
-        self.start = 0
-        """Samples of all replicas to leave out, in the next pass only."""
+        self.seen_of_epoch: tuple[int, int] = (0, 0)
+        """An epoch, and how many of its samples to leave out."""
+
+    @property
+    def start(self) -> int:
+        """The first sample of all replicas in a pass of the present epoch."""
+        epoch, seen = self.seen_of_epoch
+        return seen if epoch == self.epoch else 0
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
-        start, self.start = self.start, 0
-        return iter(order[start + self.rank :: self.num_replicas].tolist())
+        return iter(order[self.start + self.rank :: self.num_replicas].tolist())
 
 
 class CountingLoader(DataLoader[Any]):
-    """A loader over a :class:`CountingSampler` with the state that Lightning saves and restores."""
+    """A loader over a :class:`CountingSampler`, with the state that Lightning saves and restores."""
 
     def __init__(self, dataset: Dataset[Any], *, sampler: Sampler[Any], **options: Any) -> None:
         super().__init__(dataset, sampler=sampler, **options)
         self._seen = 0
-        self._resume_at = 0
 
     def __iter__(self) -> Any:
-        self._seen, self._resume_at = self._resume_at, 0
-        if isinstance(self.sampler, CountingSampler):  # Trainer(overfit_batches=...) puts another in its place
-            if self._seen >= self.sampler.total_size:
-                self._seen = 0
-            self.sampler.start = self._seen
+        self._seen = self.sampler.start if isinstance(self.sampler, CountingSampler) else 0
         return self._count(super().__iter__())
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         assert self.batch_size is not None
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number == 0 and isinstance(self.sampler, CountingSampler):
+                self._seen = self.sampler.start  # Lightning may set the epoch between the two
             self._seen += self.batch_size * getattr(self.sampler, "num_replicas", 1)
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples of the epoch all replicas together have been given."""
-        return {SAMPLES_SEEN: self._seen}
+        """The epoch, and how many of its samples all replicas together have been given."""
+        return {"epoch": getattr(self.sampler, "epoch", 0), SAMPLES_SEEN: self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Start the next pass behind the samples that the saved run has seen; none, if it had seen all."""
-        self._resume_at = int(state[SAMPLES_SEEN])
+        """Start passes of that epoch behind the samples that the saved run has seen; if that is all, the next begins."""
+        sampler = self.sampler
+        if not isinstance(sampler, CountingSampler):  # Trainer(overfit_batches=...) has put another in its place
+            return
+        epoch, seen = int(state["epoch"]), int(state[SAMPLES_SEEN])
+        if seen >= sampler.total_size:
+            epoch, seen = epoch + 1, 0
+        sampler.set_epoch(epoch)  # workers begin to load before Lightning sets it
+        sampler.seen_of_epoch = (epoch, seen)

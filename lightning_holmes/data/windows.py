@@ -10,7 +10,7 @@ Every item is `{"input_ids": (S,), "labels": (S,)}`, both int64; the labels are 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -77,6 +77,8 @@ class WindowDataModule(LightningDataModule):
         self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.seed = seed
+        self._loader: CountingLoader | None = None
+        self._resumed: dict[str, Any] | None = None
         self.train_windows: TokenWindows | None = None
         self.val_windows: TokenWindows | None = None
 
@@ -121,7 +123,7 @@ class WindowDataModule(LightningDataModule):
         if self.trainer is not None:
             sharing = self.trainer.distributed_sampler_kwargs or sharing
         sampler = CountingSampler(len(self.train_windows), batch_size=self.batch_size, seed=self.seed, **sharing)
-        return CountingLoader(
+        loader = CountingLoader(
             self.train_windows,
             sampler=sampler,
             batch_size=self.batch_size,
@@ -129,6 +131,20 @@ class WindowDataModule(LightningDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed)
+            self._resumed = None
+        self._loader = loader
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loader is. Lightning has the loader's own state too, but restores it only into loaders
+        that are made after the checkpoint was read: not if ``estimated_stepping_batches`` was asked for."""
+        return {} if self._loader is None else dict(self._loader.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Where the next training loader begins."""
+        self._resumed = state
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[DataLoader[dict[str, Tensor]]]:
         assert self.val_windows is not None, "setup() comes first"

@@ -1,0 +1,231 @@
+"""Files that are not what they should be: nothing in them runs, and what is wrong is named."""
+
+import dataclasses
+import io
+import pickle
+import shutil
+import zipfile
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_holmes.checkpoint import CheckpointKeeper, Job, load_module_state
+from lightning_holmes.checkpoint.converting import open_source, write_file
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.folder import FolderStateDict
+from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
+from lightning_holmes.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.checkpoint.torch_file import storage_records
+from lightning_holmes.errors import CheckpointError
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.partition import Partition
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.witness,))
+
+
+def saved(path: Path, module: nn.Module) -> Path:
+    """A checkpoint folder of ``module`` with an optimizer."""
+    state = module.state_dict()
+    values: dict[Any, Any] = {("state_dict", name): value for name, value in state.items()}
+    values |= {("optimizer_0", "state", n, "exp_avg"): torch.randn_like(v) for n, v in state.items()}
+    values["optimizer_0", "state", "0.weight", "note"] = {"steps": 3}
+    rest = path.parent / "rest"
+    torch.save({"loops": {}, "optimizer_states": [{"param_groups": [{"params": list(state)}]}]}, rest)
+    FolderSave(
+        target=path,
+        token="token",
+        file_systems=FileSystems(of_rank=(0,)),
+        values=values,
+        order=list(state),
+        num_optimizers=1,
+        rest=rest.read_bytes(),
+        plan="plan",
+    ).run(Meeting(None, 0, 1, "test", timedelta(seconds=5)))
+    return path
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2))
+
+
+def read_all(path: Path) -> Any:
+    """Load a checkpoint as the strategy does, and read every value."""
+    loaded = CheckpointKeeper(distributed=True, background=False).load(Job(), path, weights_only=None)
+    state = loaded["state_dict"]
+    whole = state.read_many(state) if isinstance(state, FolderStateDict) else {k: v.clone() for k, v in state.items()}
+    for optimizer in loaded["optimizer_states"]:
+        list(optimizer["state"].values())
+    return whole
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "some.ckpt", build())
+
+
+@pytest.fixture
+def file(folder: Path) -> Path:
+    path = folder.parent / "some-plain.ckpt"
+    write_file(open_source(folder), path)
+    return path
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_is_what_it_should_be(folder: Path) -> None:
+    assert files_of(folder) == [".metadata", "__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"]
+    assert set(read_all(folder)) == set(build().state_dict())
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"])
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_a_payload_in_a_folder_never_runs(folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    witness = tmp_path / "witness"
+    path = folder / name
+    size = path.stat().st_size
+    if kind == "torch":
+        buffer = io.BytesIO()
+        torch.save(Payload(witness), buffer)
+        path.write_bytes(buffer.getvalue())
+    else:
+        path.write_bytes(pickle.dumps(Payload(witness)))
+    if path.stat().st_size < size:  # of the right length, which is looked at first
+        path.write_bytes(path.read_bytes() + bytes(size - path.stat().st_size))
+    else:
+        data = (folder / MANIFEST).read_text()
+        (folder / MANIFEST).write_text(data.replace(f'"num_bytes":{size}', f'"num_bytes":{path.stat().st_size}'))
+    if name in (".metadata", "plan.yaml") and path.stat().st_size == size:
+        read_all(folder)  # never read
+    else:
+        with pytest.raises(CheckpointError):
+            read_all(folder)
+    assert not witness.exists()
+
+
+def test_a_payload_behind_right_checksums_never_runs(folder: Path, tmp_path: Path) -> None:
+    """Someone who can write files can write checksums too."""
+    witness = tmp_path / "witness"
+    manifest = Manifest.load(folder)
+    torch.save(Payload(witness), folder / "meta.pt")
+    data = (folder / "meta.pt").read_bytes()
+    part = (folder / "__0_0.distcp").read_bytes() + data
+    (folder / "__0_0.distcp").write_bytes(part)
+    entry = dataclasses.replace(
+        manifest.state_dict["0.weight"], offset=len(part) - len(data), length=len(data), crc32=zlib.crc32(data)
+    )
+    files = manifest.files | {"__0_0.distcp": FileEntry(num_bytes=len(part), file_system=0)}
+    forged = dataclasses.replace(manifest, files=files, state_dict=manifest.state_dict | {"0.weight": entry})
+    (folder / MANIFEST).write_bytes(forged.to_bytes())
+    assert forged.files["meta.pt"].num_bytes != len(data)
+    with pytest.raises(CheckpointError):
+        read_all(folder)
+    files = files | {"meta.pt": FileEntry(num_bytes=len(data))}
+    forged = dataclasses.replace(forged, files=files, rest_crc32=zlib.crc32(data))
+    (folder / MANIFEST).write_bytes(forged.to_bytes())
+    with pytest.raises(CheckpointError, match="could run code"):
+        read_all(folder)
+    torch.save({"optimizer_states": []}, folder / "meta.pt")
+    data = (folder / "meta.pt").read_bytes()
+    files = files | {"meta.pt": FileEntry(num_bytes=len(data))}
+    (folder / MANIFEST).write_bytes(dataclasses.replace(forged, files=files, rest_crc32=zlib.crc32(data)).to_bytes())
+    with pytest.raises(CheckpointError, match="could run code"):
+        read_all(folder)
+    outside = dataclasses.replace(manifest, files={**manifest.files, "../../secret": FileEntry(num_bytes=1)})
+    (folder / MANIFEST).write_bytes(outside.to_bytes())
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        read_all(folder)
+    assert not witness.exists()
+
+
+def test_a_payload_in_a_file_never_runs(tmp_path: Path) -> None:
+    witness, path = tmp_path / "witness", tmp_path / "some.ckpt"
+    for write in (
+        lambda: torch.save({"state_dict": Payload(witness)}, path),
+        lambda: path.write_bytes(pickle.dumps(Payload(witness))),
+    ):
+        write()
+        with pytest.raises(CheckpointError):
+            read_all(path)
+        with pytest.raises(CheckpointError):
+            open_source(path)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml", ".metadata"])
+def test_a_truncated_folder_is_torn_and_passed_over(folder: Path, tmp_path: Path, name: str) -> None:
+    older = tmp_path / "step=1.ckpt"
+    shutil.copytree(folder, older)
+    torn = tmp_path / "last.ckpt"
+    folder.rename(torn)
+    path = torn / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(UserWarning, match=r"last\.ckpt is torn") as warned:
+        assert whole_checkpoints({str(torn)}, tmp_path) == {str(older)}
+    assert name in str(warned[0].message)
+    with pytest.raises(CheckpointError, match=name):
+        open_source(torn)
+
+
+def test_a_truncated_file_is_torn_and_passed_over(file: Path, tmp_path: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.warns(UserWarning, match="cut off"):
+        assert whole_checkpoints({str(file)}, tmp_path) == {str(tmp_path / "some.ckpt")}
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_all(file)
+
+
+def test_every_flipped_bit_of_a_folder_is_noticed(folder: Path) -> None:
+    for name in ("__0_0.distcp", MANIFEST, "meta.pt"):
+        path = folder / name
+        good = path.read_bytes()
+        for place in range(0, len(good), max(1, len(good) // 40)):
+            bad = bytearray(good)
+            bad[place] ^= 1 << place % 8
+            path.write_bytes(bad)
+            with pytest.raises(CheckpointError):
+                read_all(folder)
+        path.write_bytes(good)
+    read_all(folder)
+
+
+def test_flipped_bits_of_a_files_tensors_are_noticed(file: Path) -> None:
+    good = file.read_bytes()
+    assert zipfile.ZipFile(file).testzip() is None
+    for record in storage_records(file):
+        bad = bytearray(good)
+        bad[record.offset + record.num_bytes // 2] ^= 4
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError, match="checksum"):
+            read_all(file)
+        with pytest.raises(CheckpointError, match="checksum"):
+            open_source(file)
+
+
+def test_another_models_checkpoint_names_what_differs(folder: Path, file: Path) -> None:
+    other = nn.Sequential(nn.Linear(20, 30), *(nn.Linear(3, 3) for _ in range(8)))
+    pipeline = PipelineModule(other, None, Partition((1,)), (0,), torch.device("cpu"))
+    for path in (folder, file):
+        state = CheckpointKeeper(distributed=True, background=False).load(Job(), path, weights_only=None)["state_dict"]
+        with pytest.raises(CheckpointError) as raised:
+            load_module_state(pipeline, {**dict(state), "extra": torch.ones(1)}, strict=True)
+        text = str(raised.value)
+        assert "it lacks 2.weight, 2.bias, 3.weight" in text and "and 4 more" in text and "extra" in text
+        with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+            load_module_state(pipeline, state, strict=False)

@@ -1,0 +1,110 @@
+"""Saved in one layout, resumed in another, in either format: the losses of the run that never stopped.
+
+Baseline: the same run, which went on after it had saved in mid-epoch. Tolerance 1e-5 relative (fp32).
+"""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from checkpoint_cases import LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file
+from launch import launch
+
+from lightning_holmes.cli import main
+
+pytestmark = pytest.mark.xdist_group("checkpoint_matrix")
+
+
+def plain_strategy() -> Any:
+    return pl.strategies.SingleDeviceStrategy(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results by rank, the folder, and plain Lightning's own run."""
+    folder = tmp_path_factory.mktemp("matrix")
+    data = make_data_file(folder)
+    lightning = folder / "lightning.ckpt"
+    plain = fit(data, "alone", strategy=plain_strategy(), callbacks=[SaveAt({MIDDLE: lightning})])
+    payload = {"folder": str(folder), "data": str(data), "lightning": str(lightning)}
+    results = launch(4, "checkpoint_cases:run_matrix", payload, timeout_s=200)
+    return results, folder, plain
+
+
+def mean_losses(results: list[dict[str, Any]], name: str) -> dict[int, float]:
+    """Each step's loss over all samples: the mean over the replicas, which are of one size."""
+    by_replica = {result[name][0]: result[name][1] for result in results}
+    steps = next(iter(by_replica.values()))
+    return {step: statistics.fmean(losses[step] for losses in by_replica.values()) for step in steps}
+
+
+def assert_goes_on(found: dict[int, float], whole: dict[int, float], first: int) -> None:
+    assert list(found) == list(range(first, STEPS + 1))
+    for step, loss in found.items():
+        assert loss == pytest.approx(whole[step], rel=1e-5), f"step {step}"
+
+
+@pytest.mark.parametrize("name", [*(f"folder to {layout}" for layout in LAYOUTS), "file to interleaved"])
+def test_any_layout_goes_on_in_mid_epoch(runs: Any, name: str) -> None:
+    results, _, plain = runs
+    whole = mean_losses(results, "whole")
+    assert_goes_on(mean_losses(results, name), whole, MIDDLE + 1)
+    assert whole == pytest.approx(plain.losses, rel=1e-5)
+    for key, value in results[0]["whole weights"].items():
+        torch.testing.assert_close(results[0][f"{name} weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_step_of_the_second_epoch(runs: Any) -> None:
+    assert_goes_on(mean_losses(runs[0], "late"), mean_losses(runs[0], "whole"), STEPS)
+
+
+def test_plain_lightnings_file_goes_on_under_the_strategy(runs: Any) -> None:
+    assert_goes_on(mean_losses(runs[0], "lightning to pp2xdp2"), runs[2].losses, MIDDLE + 1)
+
+
+def test_dropout_and_torchdatas_stateful_loader(runs: Any) -> None:
+    results = runs[0]
+    found, whole = mean_losses(results, "dropout resumed"), mean_losses(results, "dropout")
+    assert_goes_on(found, whole, MIDDLE + 1)
+    assert whole[STEPS] != pytest.approx(mean_losses(results, "whole")[STEPS], rel=1e-3)
+    for result in results:
+        assert "samples_seen" in result["other replicas"] and "2 replicas" in result["other replicas"]
+
+
+def test_one_process_under_the_strategy_and_plain_lightning_after_converting(runs: Any) -> None:
+    results, folder, _ = runs
+    whole = mean_losses(results, "whole")
+    data = folder / "bytes"
+    assert_goes_on(fit(data, "alone", ckpt_path=folder / "middle.ckpt").losses, whole, MIDDLE + 1)
+    main(["convert", str(folder / "middle.ckpt"), str(folder / "converted.ckpt")])
+    converted = fit(data, "alone", strategy=plain_strategy(), ckpt_path=folder / "converted.ckpt")
+    assert_goes_on(converted.losses, whole, MIDDLE + 1)
+    direct = fit(data, "alone", strategy=plain_strategy(), ckpt_path=folder / "plain.ckpt")
+    assert_goes_on(direct.losses, whole, MIDDLE + 1)
+
+
+def test_the_plain_file_is_plain_lightnings(runs: Any) -> None:
+    _, folder, _ = runs
+    ours, theirs = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("plain", "lightning"))
+    assert set(ours) == set(theirs) | {"lightning_holmes"}
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    torch.testing.assert_close(ours["state_dict"], dict(theirs["state_dict"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"], rtol=1e-3, atol=1e-6
+    )
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+
+
+def test_evaluation_reads_a_folder(runs: Any, tmp_path: Path) -> None:
+    results, folder, _ = runs
+    module = build_module()
+    module.load_state_dict(torch.load(folder / "plain.ckpt", weights_only=True)["state_dict"])
+    from checkpoint_cases import Bytes
+
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    expected = trainer.validate(module, datamodule=Bytes(folder / "bytes", 1), verbose=False)
+    for result in results:
+        assert result["validated"][0] == pytest.approx(expected[0], rel=1e-4)

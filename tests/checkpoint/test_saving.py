@@ -1,0 +1,173 @@
+"""A save by several ranks: whole on every file system or not at all; threads stand in for the ranks."""
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.checkpoint import atomic, saving
+from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
+from lightning_holmes.checkpoint.folder import FolderReader
+from lightning_holmes.checkpoint.manifest import Manifest, missing_files
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.parts import num_bytes, share_of
+from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.checkpoint.staging import Staging, Writer
+from lightning_holmes.errors import CheckpointError
+
+RANKS = 4
+
+
+def together(run: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
+    """What each rank's thread returned or raised."""
+    results: list[Any] = [None] * ranks
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = run(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def save(roots: list[Path], token: str, value: float, *, apart: bool = False) -> list[Any]:
+    """All ranks save ``last.ckpt``; with ``apart`` ranks 2 and 3 have a file system of their own."""
+    store = dist.HashStore()
+    systems = FileSystems(of_rank=(0, 0, 1, 1) if apart else (0,) * RANKS)
+
+    def run(rank: int) -> None:
+        FolderSave(
+            target=roots[rank] / "last.ckpt",
+            token=token,
+            file_systems=systems,
+            values={("state_dict", f"weight{rank}"): torch.full((100,), value + rank)},
+            order=[f"weight{rank}" for rank in range(RANKS)],
+            num_optimizers=0,
+            rest=b"rest" if rank == 0 else b"",
+            plan="",
+        ).run(Meeting(store, rank, RANKS, token, timedelta(seconds=5)))
+
+    return together(run)
+
+
+def value_of(folder: Path, rank: int) -> float:
+    manifest = Manifest.load(folder)
+    entry = manifest.state_dict[f"weight{rank}"]
+    return float(FolderReader(manifest, folder).read({("x",): entry})[("x",)][0]) - rank
+
+
+def test_saved_over_the_one_before_and_nothing_is_left(tmp_path: Path) -> None:
+    roots = [tmp_path] * RANKS
+    (tmp_path / "last.ckpt").write_bytes(b"a plain file of before")
+    for number in (1.0, 2.0):
+        assert save(roots, f"t{number}", number) == [None] * RANKS
+        assert [value_of(tmp_path / "last.ckpt", rank) for rank in range(RANKS)] == [number] * RANKS
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_without_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "exchange", lambda left, right: False)
+    test_saved_over_the_one_before_and_nothing_is_left(tmp_path)
+
+
+def test_one_rank_that_cannot_write_is_named_everywhere_and_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = [tmp_path] * RANKS
+    save(roots, "good", 1.0)
+    write_part = saving.write_part
+
+    def full_disk(path: Path, values: Any) -> Any:
+        if path.name == "__2_0.distcp":
+            raise OSError(28, "No space left on device")
+        return write_part(path, values)
+
+    monkeypatch.setattr(saving, "write_part", full_disk)
+    for error in save(roots, "bad", 2.0):
+        assert isinstance(error, CheckpointError) and "rank 2" in str(error) and "No space left" in str(error)
+    assert value_of(tmp_path / "last.ckpt", 3) == 1.0 and os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_each_file_system_has_its_part_and_the_whole_index(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "a", tmp_path / "b", tmp_path / "b"]
+    for root in set(roots):
+        root.mkdir()
+    assert save(roots, "one", 1.0, apart=True) == [None] * RANKS
+    for rank, root in enumerate(roots):
+        folder = root / "last.ckpt"
+        assert value_of(folder, rank) == 1.0 and missing_files(folder) == []
+        with pytest.raises(CheckpointError, match="copy it from"):
+            value_of(folder, 3 - rank)
+
+
+def test_file_systems_are_found_by_trying(tmp_path: Path) -> None:
+    barrier = threading.Barrier(RANKS)
+    board: list[Any] = [None] * RANKS
+
+    def run(rank: int) -> FileSystems:
+        def all_gather(value: Any) -> list[Any]:
+            board[rank] = value
+            barrier.wait(10)
+            found = list(board)
+            barrier.wait(10)
+            return found
+
+        return find_file_systems(tmp_path / ("a" if rank in (0, 3) else "b"), rank, RANKS, all_gather)
+
+    found = together(run)
+    assert {systems.of_rank for systems in found} == {(0, 1, 1, 0)}
+    assert found[0].leaders == (0, 1)
+    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
+
+
+def test_replicas_share_the_writing() -> None:
+    tied = torch.ones(50)
+    values: dict[Any, Any] = {("state_dict", f"p{i}"): torch.ones(10 * i) for i in range(1, 9)}
+    values |= {("state_dict", "running_mean"): torch.ones(5), ("state_dict", "a"): tied, ("state_dict", "b"): tied}
+    values["optimizer_0", "state", "p1", "step"] = 3
+    parameters = frozenset(name[1] for name in values) - {"running_mean"}
+    shares = [share_of(values, parameters, replica, 3) for replica in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(values)
+    assert ("state_dict", "running_mean") in shares[0]
+    assert sum(("state_dict", "a") in share and ("state_dict", "b") in share for share in shares) == 1
+    sizes = [sum(num_bytes(v) for v in share.values()) for share in shares]
+    assert max(sizes) < 1.6 * min(sizes)
+
+
+def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() -> None:
+    staging, writer = Staging(), Writer()
+    weight = torch.ones(5)
+    copies = staging.copy({("w",): weight, ("tied",): weight})
+    weight.zero_()
+    assert copies[("w",)].sum() == 5 and copies[("tied",)] is copies[("w",)]
+    gate, removed = threading.Event(), []
+
+    def fails() -> None:
+        gate.wait(10)
+        raise CheckpointError("disk full")
+
+    writer.run(fails, background=True)
+    writer.afterwards(lambda: removed.append("old"))
+    gate.set()
+    with pytest.raises(CheckpointError, match="disk full"):
+        writer.run(lambda: None, background=True)
+    assert removed == []  # what a failed write was to replace stays
+    gate.clear()
+    writer.run(lambda: gate.wait(10) and None, background=True)
+    writer.afterwards(lambda: removed.append("old"))
+    assert removed == []
+    gate.set()
+    writer.wait()
+    assert removed == ["old"]
