@@ -1,4 +1,4 @@
-"""lightning-holmes: the command line. LightningCLI with fit, validate, test and predict, and `check`.
+"""lightning-holmes: the command line. LightningCLI with fit, validate, test and predict, `check` and `plan`.
 
 Owns the parser and how errors are shown; what the commands do is Lightning's and `lightning_holmes.check`'s.
 
@@ -9,6 +9,11 @@ Owns the parser and how errors are shown; what the commands do is Lightning's an
 compares the pipeline with the plain module in one process; of the trainer's settings it reads only the
 strategy's. It exits with 0 where all agrees, with 1 where something differs.
 
+    lightning-holmes plan --config recipes/gpt_tiny/config.yaml --device_type A100-80GB --html plan.html
+
+`plan` reads them, too, and says what a run will cost before it is started: without GPUs, weights or network
+(commands/plan.py).
+
 Errors in what the user gave are printed as one message, without a traceback; the exit code is then 2.
 """
 
@@ -17,9 +22,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -31,7 +37,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
 
-CHECK = "check"
+CHECK, PLAN = "check", "plan"
 
 # HolmesStrategy's arguments that check takes too, with check's own defaults.
 _CHECK_DEFAULTS: dict[str, Any] = {
@@ -66,15 +72,50 @@ class HolmesTrainer(Trainer):
         """
         raise NotImplementedError("HolmesCLI runs check without a trainer")
 
+    def plan(
+        self,
+        topology: str | None = None,
+        device_type: str | None = None,
+        batch_shape: str | None = None,
+        batch_samples: int | None = None,
+        profile: Literal["fake", "measure"] = "fake",
+        tensor_parallel_sizes: list[int] | None = None,
+        recomputation: bool = False,
+        sharded_optimizer: bool = False,
+        plot: str | None = None,
+        html: str | None = None,
+        format: Literal["table", "json"] = "table",
+    ) -> None:
+        """Predict the fastest plans of a run, without GPUs, weights or network.
+
+        Args:
+            topology: A topology file; by default the strategy's.
+            device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"), or
+                numbers ("speed=100e12,memory=40e9").
+            batch_shape: The batch of one replica instead of the data module's, as in
+                input_ids=4x2048:int64,labels=4x2048:int64.
+            batch_samples: Samples of a step over all replicas; by default what fit would have.
+            profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
+            tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
+            recomputation: Also try plans in which every layer is recomputed in its backward.
+            sharded_optimizer: Optimizer states are divided over replicas.
+            plot: A .png or .svg file for the timeline of the best plan's step.
+            html: A file for one page with everything.
+            format: What is printed: a table or JSON.
+        """
+        raise NotImplementedError("HolmesCLI runs plan without a trainer")
+
 
 class HolmesCLI(LightningCLI):
-    """LightningCLI with the subcommand `check`."""
+    """LightningCLI with the subcommands `check` and `plan`."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), CHECK: set()}
+        return {**LightningCLI.subcommands(), CHECK: set(), PLAN: set()}
 
     def instantiate_classes(self) -> None:
+        if self.subcommand == PLAN:
+            return  # run_plan makes the module where its weights take no memory
         if self.subcommand != CHECK:
             super().instantiate_classes()
             return
@@ -90,6 +131,8 @@ class HolmesCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == CHECK:
             self.run_check()
+        elif subcommand == PLAN:
+            self.run_plan()
         else:
             super()._run_subcommand(subcommand)
 
@@ -112,6 +155,38 @@ class HolmesCLI(LightningCLI):
         report.print()
         if not report.ok:
             sys.exit(1)
+
+    def run_plan(self) -> None:
+        from lightning_holmes.commands import plan  # not needed, and so not loaded, by the other commands
+
+        options = self.config[PLAN]
+        given = {entry.name: options[entry.name] for entry in fields(plan.PlanRequest)}
+        given["tensor_parallel_sizes"] = tuple(given["tensor_parallel_sizes"] or (1,))
+        for name in ("plot", "html"):
+            plan.check_writable(given[name], f"--{name}")
+        self.datamodule = self._make_only("data")
+
+        def load_batch(model: LightningModule) -> Any:
+            self.model = model
+            return self.load_batch()
+
+        plan.run_plan(
+            plan.PlanRequest(**given),
+            build_model=lambda: self._make_only("model"),
+            load_batch=load_batch if self.datamodule is not None else None,
+            strategy=options.trainer.strategy,
+            trainer=options.trainer,
+        )
+
+    def _make_only(self, part: str) -> Any:
+        """The module or the data module alone; None if there is none."""
+        config = self.config.clone()
+        for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
+            config[PLAN].trainer[name] = None if name != "strategy" else "auto"
+        config[PLAN]["data" if part == "model" else "model"] = None
+        if config[PLAN].get(part) is None:
+            return None
+        return self._get(self.parser.instantiate_classes(config), part)
 
     def load_batch(self) -> Any:
         """The first training batch, of the data module or of the model's own loader."""

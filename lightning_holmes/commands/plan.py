@@ -1,0 +1,274 @@
+"""`lightning-holmes plan`: what a run will cost, before it is started, from the config files that fit uses.
+
+It joins the parts: profile of the model (without its weights), topology, devices, search, and what is printed. The
+command line itself is cli.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_holmes.admission import step_arguments
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.plan.cost_model import CostModel, Training
+from lightning_holmes.plan.device_type import DeviceType, find_device_type
+from lightning_holmes.plan.layer_cost import ModelCost, check_count
+from lightning_holmes.plan.plan_page import save_plan_page
+from lightning_holmes.plan.plan_table import print_search, search_data
+from lightning_holmes.plan.planner import SearchResult, SearchSpace, search
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.timeline_plot import save_timeline_plot
+from lightning_holmes.strategy import HolmesStrategy
+
+_HOST_BYTES_PER_S = 10e9  # between two processes of one machine without GPUs: a guess, said in the output
+_DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
+_DTYPES |= {"long": torch.int64, "int32": torch.int32, "float16": torch.float16, "bool": torch.bool}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The command's own options; cli.py documents them."""
+
+    topology: str | None = None
+    device_type: str | None = None
+    batch_shape: str | None = None
+    batch_samples: int | None = None
+    profile: Literal["fake", "measure"] = "fake"
+    tensor_parallel_sizes: tuple[int, ...] = (1,)
+    recomputation: bool = False
+    sharded_optimizer: bool = False
+    plot: str | None = None
+    html: str | None = None
+    format: Literal["table", "json"] = "table"
+
+
+def run_plan(
+    request: PlanRequest,
+    *,
+    build_model: Callable[[], LightningModule],
+    load_batch: Callable[[LightningModule], Any] | None,
+    strategy: Any,
+    trainer: Mapping[str, Any],
+) -> SearchResult:
+    """Profile, search, print.
+
+    Args:
+        build_model: makes the module; called where parameters take no memory, unless they are to be measured.
+        load_batch: gives a training batch of one replica; None if there is no data.
+        strategy: trainer.strategy as parsed: a name, or class_path and init_args.
+        trainer: the other trainer settings; num_nodes, devices, precision and accumulate_grad_batches are read.
+    """
+    given = strategy_settings(strategy)
+    topology = _topology(request, given, trainer)
+    precision = str(trainer.get("precision") or "32-true")
+    dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
+    with _default_dtype(dtype):  # as Lightning's precision plugin does
+        model = build_model() if request.profile == "measure" else _build(build_model)
+    batch = _batch(request, model, load_batch)
+    batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    samples = BatchSplitter().batch_size(batch)
+    small = BatchSplitter().split(batch, samples)[0]
+    arguments = (small, *([0] * (step_arguments(model, "training_step") - 1)))
+    with _default_dtype(dtype):
+        cost = profile_step(
+            model, arguments, layers=given.get("layers", "auto"), mode=request.profile, context=_context(precision)
+        )
+    devices = _devices(request, topology, cost)
+    network = Network(
+        topology, local_bytes_per_s=devices[0].local_bytes_per_s, local_latency_s=devices[0].local_latency_s
+    )
+    training = Training(
+        batch_samples=_batch_samples(samples, given, topology, trainer)
+        if request.batch_samples is None
+        else request.batch_samples,
+        gradient_ratio=1.0 if dtype is torch.float32 else 2.0,  # gradients gather in fp32
+        sharded_optimizer=request.sharded_optimizer,
+    )
+    cost_model = CostModel(cost, network, devices=devices, training=training)
+    result = search(cost_model, _space(request, given))
+    if request.format == "json":
+        print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
+    else:
+        print_search(result, cost_model)
+    if request.plot is not None:
+        save_timeline_plot([result.best.timeline], request.plot, title=f"{cost.name}: {result.best.run}")
+    if request.html is not None:
+        save_plan_page(result, cost_model, request.html)
+    return result
+
+
+def strategy_settings(strategy: Any) -> dict[str, Any]:
+    """HolmesStrategy's arguments in a trainer's strategy setting, without those left at their defaults."""
+    if isinstance(strategy, str) or strategy is None or "class_path" not in strategy:
+        return {}
+    if str(strategy["class_path"]).rpartition(".")[2] != "HolmesStrategy":
+        raise ConfigurationError(
+            f"trainer.strategy is {strategy['class_path']!r}: plan predicts runs of HolmesStrategy; use "
+            "strategy: holmes, or class_path: lightning_holmes.HolmesStrategy"
+        )
+    defaults = inspect.signature(HolmesStrategy.__init__).parameters
+    given = dict(strategy.get("init_args") or {})
+    return {name: value for name, value in given.items() if name in defaults and value != defaults[name].default}
+
+
+def parse_batch_shape(text: str) -> Any:
+    """ "4x3x224x224" or "input_ids=4x2048:int64,labels=4x2048:int64": a batch of empty tensors of these shapes.
+
+    The first number is the samples. Without a type, a shape is float32.
+    """
+    parts = text.split(",")
+    if len(parts) == 1 and "=" not in text:
+        return _empty(text, text)
+    batch = {}
+    for part in parts:
+        name, equals, shape = part.partition("=")
+        if not equals or not name.strip():
+            raise ConfigurationError(f"batch_shape={text!r}: {part!r} has no name; write name=4x2048:int64")
+        batch[name.strip()] = _empty(shape, text)
+    return batch
+
+
+def _empty(shape: str, text: str) -> torch.Tensor:
+    sizes, _, dtype = shape.strip().partition(":")
+    try:
+        numbers = [int(size) for size in sizes.split("x")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1 or (dtype or "float32") not in _DTYPES:
+        raise ConfigurationError(
+            f"batch_shape={text!r}: {shape!r} is not a shape; write whole numbers of at least 1 and, if need be, a type: "
+            f"4x2048:int64 (types: {', '.join(_DTYPES)})"
+        )
+    return torch.zeros(numbers, dtype=_DTYPES[dtype or "float32"])
+
+
+def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
+    """The module without weights, where it can be built so; else as it builds itself (from_pretrained)."""
+    try:
+        return build_fake(build_model)
+    except ConfigurationError:
+        raise
+    except Exception:
+        return build_model()
+
+
+def _batch(request: PlanRequest, model: LightningModule, load_batch: Callable[[LightningModule], Any] | None) -> Any:
+    if request.batch_shape is not None:
+        return parse_batch_shape(request.batch_shape)
+    if load_batch is not None:
+        return load_batch(model)
+    if model.example_input_array is not None:
+        return model.example_input_array
+    raise ConfigurationError(
+        f"there is no batch to plan with: give a data module, {type(model).__name__}.example_input_array, or "
+        "--batch_shape, for example --batch_shape input_ids=4x2048:int64,labels=4x2048:int64"
+    )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _context(precision: str) -> Callable[[], AbstractContextManager[Any]] | None:
+    if precision in ("bf16-mixed", "16-mixed"):
+        return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes, whichever of the two it is
+    return None
+
+
+def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[str, Any]) -> Topology:
+    found = request.topology or given.get("topology", "auto")
+    if isinstance(found, Topology):
+        return found
+    if found != "auto":
+        return Topology.from_yaml(found)
+    nodes, devices = trainer.get("num_nodes") or 1, str(trainer.get("devices"))
+    count = int(devices) if devices.isdigit() and int(devices) > 0 else 1
+    return Topology.single_cluster(num_hosts=int(nodes), devices_per_host=count)
+
+
+def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
+    """A device type for each cluster."""
+    if request.device_type is None:
+        if cost.unit == "flops":
+            raise ConfigurationError(
+                "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
+                '"speed=100e12,memory=40e9"; for this machine\'s own speed, --profile measure'
+            )
+        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
+        here = DeviceType(
+            name="this machine's process",
+            peak_flops_per_s=1.0,  # not used: work is in seconds
+            memory_bytes=float(psutil.virtual_memory().total) / most,
+            local_bytes_per_s=_HOST_BYTES_PER_S,
+            efficiency=1.0,
+        )
+        return (here,) * len(topology.clusters)
+    names = [cluster.name for cluster in topology.clusters]
+    if ";" not in request.device_type and ":" not in request.device_type:
+        return (find_device_type(request.device_type),) * len(names)
+    chosen: dict[str, DeviceType] = {}
+    for part in request.device_type.split(";"):
+        name, _, text = part.partition(":")
+        if name.strip() not in names:
+            raise ConfigurationError(
+                f"device_type={request.device_type!r}: {name.strip()!r} is no cluster of {topology.described}; it has "
+                f"{', '.join(names)}. Write cluster:type;cluster:type"
+            )
+        chosen[name.strip()] = find_device_type(text)
+    missing = [name for name in names if name not in chosen]
+    if missing:
+        raise ConfigurationError(f"device_type={request.device_type!r} names no type for the cluster {missing[0]!r}")
+    return tuple(chosen[name] for name in names)
+
+
+def _batch_samples(samples: int, given: Mapping[str, Any], topology: Topology, trainer: Mapping[str, Any]) -> int:
+    """Samples of a step as fit would have them: the loader's batch for each replica of the configured layout."""
+    clusters = len(topology.clusters)
+    pipeline = given.get("pipeline_parallel_size", clusters)
+    replicas = max(1, topology.num_devices // int(pipeline))
+    return samples * replicas * int(trainer.get("accumulate_grad_batches") or 1)
+
+
+def _space(request: PlanRequest, given: Mapping[str, Any]) -> SearchSpace:
+    """What the search may choose: whatever the strategy's settings leave open."""
+    space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
+    space["recomputation"] = (False, True) if request.recomputation else (False,)
+    if "pipeline_parallel_size" in given:
+        space["pipeline"] = (check_count(given["pipeline_parallel_size"], "pipeline_parallel_size"),)
+    if "num_microbatches" in given:
+        space["num_microbatches"] = (check_count(given["num_microbatches"], "num_microbatches"),)
+    if "schedule" in given:
+        space["schedules"] = (given["schedule"],)
+    if "num_chunks" in given:
+        space["num_chunks"] = (given["num_chunks"],)
+        space.setdefault("schedules", ("interleaved_1f1b",) if given["num_chunks"] > 1 else ("1f1b", "gpipe"))
+    partition = given.get("partition")
+    if partition is not None:
+        space["partition"] = partition if isinstance(partition, str) else tuple(partition)
+    return SearchSpace(**space)
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """Refuse a file that cannot be written before time is spent. Raises ConfigurationError."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ConfigurationError(f"{option}={path!r}: the folder {Path(path).absolute().parent} does not exist")

@@ -1,0 +1,122 @@
+"""lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.cli import main
+from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
+from lightning_holmes.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
+LARGE = """
+trainer:
+  num_nodes: 16
+  devices: 8
+  precision: bf16-true
+  strategy: {class_path: lightning_holmes.HolmesStrategy, init_args: {topology: TOPOLOGY}}
+model:
+  class_path: lightning_holmes.models.GPT
+  init_args: {vocab_size: 51200, hidden_size: 8192, num_layers: 48, num_heads: 64, sequence_length: 2048}
+"""
+TOPOLOGY = """
+clusters:
+  - name: east
+    hosts: [{name: e, count: 8, devices: 8, nics: [{name: ib, kind: infiniband, bandwidth: 1.6 Tbit/s},
+                                                   {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}]
+  - name: west
+    hosts: [{name: w, count: 8, devices: 8, nics: [{name: rc, kind: roce, bandwidth: 1.6 Tbit/s},
+                                                   {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}]
+links: [{ends: [east, west], transport: ethernet, bandwidth: 25 Gbit/s, latency: 1 ms}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning-holmes"])
+
+
+def run(capsys, *args: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        main(list(args))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_recipe_is_planned_from_its_own_config(capsys, tmp_path):
+    files = [f"--plot={tmp_path / 'step.png'}", f"--html={tmp_path / 'plan.html'}"]
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", *files)
+    assert code == 0, err
+    assert "GPT: 4 layers" in out and "a batch of 32; east: 2 x A100-80GB" in out and "Chosen: " in out
+    assert (tmp_path / "step.png").stat().st_size > 1000 and "<svg" in (tmp_path / "plan.html").read_text()
+
+
+def test_what_the_config_fixes_stays_fixed(capsys):
+    fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=4", "--trainer.strategy.init_args.schedule=gpipe"]
+    code, out, err = run(capsys, *RECIPE, *fixed, "--profile=measure", "--format=json")
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    found = {
+        (e["pipeline_parallel_size"], e["num_microbatches"], e["schedule"]) for e in (data["best"], *data["runners_up"])
+    }
+    assert found == {(4, 4, "gpipe")}
+    assert data["model"]["unit"] == "seconds" and data["batch_samples"] == 16
+
+
+def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
+    (tmp_path / "topology.yaml").write_text(TOPOLOGY)
+    (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))
+    shape = "--batch_shape=input_ids=12x2048:int64,labels=12x2048:int64"
+    command = ["plan", "--config", str(tmp_path / "config.yaml"), shape, "--device_type=A100-80GB", "--format=json"]
+    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharded_optimizer=true", "--recomputation=true"]
+    code, out, err = run(capsys, *command, *more)
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    assert data["model"]["layers"][0]["parameter_bytes"] == pytest.approx(2 * 12 * 8192**2, rel=1e-3)
+    assert sum(data["best"]["partition"]) == 48 and data["best"]["tokens_per_s"] > 0
+    code, _, err = run(capsys, *command, "--trainer.strategy.init_args.pipeline_parallel_size=1")
+    assert code == 2 and "GiB a device are missing" in err and "What would make it fit" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["--device_type", "A100-80GB", "--profile measure"]),
+        (["--device_type=A300"], ["'A300'", "Known are", "speed=100e12,memory=40e9"]),
+        (["--device_type=north:A100-80GB"], ["'north'", "east, west"]),
+        (["--device_type=east:A100-80GB"], ["no type for the cluster 'west'"]),
+        (["--device_type=T4", "--html=/no/such/folder/x.html"], ["--html", "does not exist"]),
+        (["--device_type=T4", "--batch_shape=input_ids=0x9"], ["batch_shape", "at least 1"]),
+        (["--device_type=T4", "--batch_samples=0"], ["batch_samples=0"]),
+    ],
+)
+def test_refused(capsys, options, words):
+    code, _, err = run(capsys, *RECIPE, *options)
+    assert code == 2 and "Traceback" not in err
+    for word in words:
+        assert word in err
+
+
+def test_batch_shapes():
+    assert parse_batch_shape("4x3x8").shape == (4, 3, 8)
+    batch = parse_batch_shape("x=2x3,y=2:int64")
+    assert {name: (tuple(t.shape), str(t.dtype)) for name, t in batch.items()} == {
+        "x": ((2, 3), "torch.float32"),
+        "y": ((2,), "torch.int64"),
+    }
+    for text in ("4x", "x=2,3", "4:int63", "x=2x-3"):
+        with pytest.raises(ConfigurationError, match="batch_shape"):
+            parse_batch_shape(text)
+
+
+def test_another_strategy_is_refused():
+    assert strategy_settings("auto") == {}
+    with pytest.raises(ConfigurationError, match="DDPStrategy"):
+        strategy_settings({"class_path": "lightning.pytorch.strategies.DDPStrategy"})
