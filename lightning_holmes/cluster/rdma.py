@@ -16,7 +16,7 @@ from typing import Literal
 from lightning_holmes.cluster.interfaces import Interface
 from lightning_holmes.cluster.sysfs import SysfsReader, natural_key, pci_path
 
-_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*Gb/sec")
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*Gb/sec")
 _EMPTY_GIDS = 16  # so many empty entries in a row end the table: 256 reads a port would cost the 50 ms
 _MAX_GIDS = 256
 DEFAULT_PREFIX = "fe80:0000:0000:0000"

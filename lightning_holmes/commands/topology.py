@@ -140,8 +140,9 @@ def _discover(rank: int, world_size: int, given: Topology | None, options: Names
 
 def _open_store(rank: int, world_size: int) -> Any:
     """The job's store at MASTER_ADDR and MASTER_PORT: torchrun's own where it offers it, else rank 0 opens one."""
-    from torch.distributed import PrefixStore, TCPStore  # seconds of import, which one host alone does not need
+    import torch.distributed  # seconds of import, which one host alone does not need
 
+    dist: Any = torch.distributed  # the stores are public, but not declared as exported
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port or not port.isdecimal():
         raise ConfigurationError(
@@ -149,7 +150,7 @@ def _open_store(rank: int, world_size: int) -> Any:
         )
     offered = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = TCPStore(
+        store = dist.TCPStore(
             address,
             int(port),
             world_size,
@@ -162,7 +163,7 @@ def _open_store(rank: int, world_size: int) -> Any:
             f"rank {rank} cannot open the job's store at {address}:{port}: {str(error).splitlines()[0]}; start all "
             f"{world_size} processes with torchrun and the same --master_addr and --master_port"
         ) from error
-    return PrefixStore(f"holmes/topology/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"holmes/topology/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _leave_together(store: Any, rank: int, world_size: int) -> None:

@@ -28,7 +28,7 @@ def plot_topology(topology: Topology, path: str) -> None:
     """Draw into a .png or .svg file. Needs matplotlib."""
     clusters = topology.clusters
     rows = max(min(len(cluster.hosts), _MAX_ROWS + 1) for cluster in clusters)
-    depth = 0.9 + 0.55 * len(topology.links)
+    depth = 0.15 + 0.55 * len(topology.links)
     width = len(clusters) * (_WIDTH + _GAP)
     figure = _import_figure()(figsize=(max(width, 5.0), rows * _ROW + depth + 1.9), layout="constrained")
     axes = figure.add_subplot()

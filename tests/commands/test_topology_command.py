@@ -1,0 +1,202 @@
+"""lightning-holmes topology: one host, a file, a job of two processes, drawings, and options that are wrong."""
+
+import builtins
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import launch_raw
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands import run_command
+from lightning_holmes.commands.topology_table import bandwidth, duration, latency, ranges
+from lightning_holmes.errors import ConfigurationError
+
+FILE = """\
+clusters:
+  - name: berlin
+    fabric: infiniband
+    hosts:
+      - {name: b, count: 20, devices: 2, nics: [{name: mlx5_0, kind: infiniband, bandwidth: 200 Gbit/s}]}
+  - name: paris $x$
+    fabric: roce
+    fallback: p-1 has a NIC that is down
+    hosts:
+      - {name: p, count: 2, devices: 2, nics: [{name: mlx5_0, kind: roce, up: false}, {name: eth0, kind: ethernet}]}
+  - name: rome
+    hosts: [{name: r, devices: 2}]
+links:
+  - {ends: [berlin, paris $x$], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}
+  - {ends: [rome, berlin], transport: ethernet, bandwidth: 1 Gbit/s, latency: 2 ms, measured: true}
+unreachable:
+  - {ends: [b-0, r], transport: ethernet, reason: "no answer within 2 s"}
+warnings: ["[bold] is not markup"]
+measured_at: 1700000000.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") or name.startswith("HOLMES_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    (port / "gids").mkdir(parents=True)
+    for name, text in {
+        "link_layer": "InfiniBand",
+        "state": "4: ACTIVE",
+        "rate": "400 Gb/sec (4X NDR)",
+        "sm_lid": "0x1",
+        "gids/0": "fe80:0000:0000:0007:0c42:a103:0065:bd1e",
+    }.items():
+        (port / name).write_text(text + "\n")
+    return tmp_path / "sys"
+
+
+def test_one_host(sysfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOLMES_SYSFS_ROOT", str(sysfs))
+    monkeypatch.setenv("HOLMES_HOST_NAME", "node7")
+    monkeypatch.setenv("HOLMES_CLUSTER", "berlin")
+    run_command("topology", [])
+    shown = capsys.readouterr().out
+    for words in (
+        "host node7",
+        "mlx5_0",
+        "infiniband",
+        "400 Gbit/s",
+        "ACTIVE",
+        "subnet manager 1",
+        "HOLMES_CLUSTER: berlin",
+    ):
+        assert words in shown
+    for form in ("yaml", "json"):
+        run_command("topology", [f"--format={form}"])
+        topology = Topology.from_yaml_text(capsys.readouterr().out)
+        assert [cluster.name for cluster in topology.clusters] == ["berlin"]
+        assert topology.hosts[0].ranks is None and topology.hosts[0].nics[0].bandwidth_bytes_per_s == 50e9
+    monkeypatch.setenv("HOLMES_SYSFS_ROOT", "/nowhere")
+    run_command("topology", [])
+    captured = capsys.readouterr()
+    assert "/nowhere/class/infiniband: No such file" in captured.err and "no RDMA device" in captured.out
+
+
+def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text(FILE)
+    run_command("topology", ["--topology", str(path)])
+    shown = capsys.readouterr().out
+    for words in (
+        "berlin (infiniband)",
+        "b-19",
+        "200 Gbit/s",
+        "down",
+        "2 ms",
+        "measured",
+        "unreachable over ethernet: b-0 and r: no answer within 2 s",
+        "warning: [bold] is not markup",
+        "--refresh",
+    ):
+        assert words in shown, shown
+    for form in ("yaml", "json"):
+        run_command("topology", ["--topology", str(path), "--format", form])
+        assert Topology.from_yaml_text(capsys.readouterr().out) == Topology.from_yaml(path)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_drawing(suffix: str, start: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "topology.yaml"
+    path.write_text(FILE)
+    run_command("topology", ["--topology", str(path), "--plot", str(tmp_path / f"drawn.{suffix}")])
+    assert (tmp_path / f"drawn.{suffix}").read_bytes().startswith(start)
+    assert "drawn." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--formt", "json"], ["--formt", "did you mean --format"]),
+        (["--format=xml"], ["--format=xml", "table, yaml or json"]),
+        (["--format"], ["--format", "expected one argument"]),
+        (["x.yaml"], ["x.yaml", "--topology"]),
+        (["--plot", "x.pdf"], ["--plot=x.pdf", ".png or .svg"]),
+        (["--plot", "/nowhere/x.png"], ["/nowhere", "create it"]),
+        (["--port_range", "7"], ["--port_range=7", "20000-20100"]),
+        (["--port_range", "70000-80000"], ["--port_range=70000-80000", "20000-20100"]),
+        (["--topology", "/nowhere/t.yaml"], ["/nowhere/t.yaml", "cannot be read"]),
+    ],
+)
+def test_wrong_options(args: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        run_command("topology", args)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigurationError, match=r"lightning-holmes\[plot\]"):
+        run_command("topology", ["--plot", str(tmp_path / "x.png")])
+
+
+def test_half_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigurationError, match="RANK=0 and WORLD_SIZE=None"):
+        run_command("topology", [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR=None"):
+        run_command("topology", [])
+
+
+def show(args: list[str]) -> None:
+    """What each process of the job below runs."""
+    sys.argv = ["lightning-holmes"]
+    run_command("topology", args)
+
+
+def test_a_job_of_two_hosts(sysfs: Path, tmp_path: Path) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return {"HOLMES_HOST_NAME": f"node{1 - rank}", "HOLMES_SYSFS_ROOT": str(sysfs)}
+
+    workers = launch_raw(
+        2,
+        "test_topology_command:show",
+        ["--no_probe", "--format", "json"],
+        timeout_s=100,
+        folder=tmp_path / "job",
+        environment=environment,
+    )
+    assert [worker.exit_code for worker in workers] == [0, 0], [worker.output[-2000:] for worker in workers]
+    assert "clusters" not in workers[1].output
+    text = workers[0].output
+    data = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    (cluster,) = data["clusters"]
+    assert [(host["name"], host["ranks"]) for host in cluster["hosts"]] == [("node0", [1]), ("node1", [0])]
+    assert cluster["speeds"][0]["bandwidth"] == 50e9
+
+
+def test_figures_for_people() -> None:
+    assert [bandwidth(value) for value in (None, 25e9, 11.675e6, 124.9e6, 10.0)] == [
+        "?",
+        "200 Gbit/s",
+        "93.4 Mbit/s",
+        "999 Mbit/s",
+        "80 bit/s",
+    ]
+    assert [latency(value) for value in (None, 5e-5, 2.1e-3, 1.5)] == ["", "50 us", "2.1 ms", "1.5 s"]
+    assert [duration(value) for value in (-1, 12, 300, 3 * 3600)] == ["0 s", "12 s", "5 min", "3 h"]
+    assert ranges((3, 0, 1, 2, 8)) == "0-3, 8"
