@@ -1,0 +1,197 @@
+"""Published measurements, and what the cost model makes of them.
+
+It owns the tables (TFLOPS per A100, hardware FLOPs with recomputation) with their sources, and the fit of two
+constants: the share of peak that layers reach, and the share of the stated network bandwidth that transfers
+reach. They are fitted on the homogeneous InfiniBand rows of Holmes alone; all other rows are predicted.
+
+    fit = fit_efficiencies()
+    for row in predict_published(fit): print(row.row.name, row.predicted, row.error)
+
+What is assumed and not in the tables' sources: one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a
+host in Holmes (SEEDS: recalled), eight 200 Gbit/s InfiniBand cards a host in Megatron-LM; Holmes' global batch of 768;
+microbatches of 4 (Holmes) and 1 (Megatron-LM beyond 8 B, 4 up to there); gradients reduced in fp16 behind the backward;
+full recomputation. docs/planning.md prints every error and says what this cannot explain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training
+from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import make_self_adapting_partition
+from lightning_holmes.plan.planner import predict
+from lightning_holmes.plan.route import Network
+
+_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """One measurement. tflops: hardware TFLOPS per GPU; cards: network cards of a host; fitted: the fit may use it."""
+
+    name: str
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    hosts: int
+    batch: int
+    microbatch: int
+    kind: Literal["infiniband", "roce", "ethernet"]
+    bandwidth_bytes_per_s: float
+    tflops: float
+    source: str
+    fitted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRow:
+    """A measurement and its prediction. error: predicted over measured, less one."""
+
+    row: PublishedRow
+    predicted_tflops: float
+
+    @property
+    def error(self) -> float:
+        """Relative, positive if too fast."""
+        return self.predicted_tflops / self.row.tflops - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiencies:
+    """The two constants, both shares of what data sheets state."""
+
+    compute: float
+    network: float
+
+
+def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops: float) -> PublishedRow:
+    return PublishedRow(
+        name=f"Holmes 3.6 B, {hosts} nodes, {kind}",
+        hidden=3072,
+        layers=30,
+        tensor=1,
+        pipeline=2,
+        hosts=hosts,
+        batch=768,
+        microbatch=4,
+        kind=kind,
+        bandwidth_bytes_per_s=(25 if kind == "ethernet" else 200) * _GBIT,
+        tflops=tflops,
+        source="arXiv 2312.03549",
+        fitted=kind == "infiniband",
+    )
+
+
+def _megatron(
+    billions: str, hidden: int, layers: int, tensor: int, pipeline: int, gpus: int, batch: int, tflops: float
+) -> PublishedRow:
+    return PublishedRow(
+        name=f"Megatron-LM {billions} B, {gpus} GPUs",
+        hidden=hidden,
+        layers=layers,
+        tensor=tensor,
+        pipeline=pipeline,
+        hosts=gpus // 8,
+        batch=batch,
+        microbatch=4 if float(billions) < 8 else 1,
+        kind="infiniband",
+        bandwidth_bytes_per_s=1600 * _GBIT,
+        tflops=tflops,
+        source="SC21, table 1",
+    )
+
+
+PUBLISHED_ROWS: tuple[PublishedRow, ...] = (
+    _holmes(4, "infiniband", 197),
+    _holmes(8, "infiniband", 148),
+    _holmes(4, "roce", 160),
+    _holmes(8, "roce", 145),
+    _holmes(4, "ethernet", 122),
+    _holmes(8, "ethernet", 83),
+    _megatron("1.7", 2304, 24, 1, 1, 32, 512, 137),
+    _megatron("7.5", 4096, 36, 4, 1, 128, 512, 142),
+    _megatron("39.1", 8192, 48, 8, 2, 512, 1536, 138),
+    _megatron("145.6", 12288, 80, 8, 8, 1536, 2304, 148),
+    _megatron("529.6", 20480, 105, 8, 35, 2520, 2520, 163),
+)
+
+
+def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
+    """A GPT in half precision, one sample a microbatch, by the usual formulas (SC21, section 5.1)."""
+    forward = 24.0 * sequence * hidden**2 + 4.0 * sequence**2 * hidden
+    crossing = 2.0 * sequence * hidden
+    layer = LayerCost(
+        forward=forward,
+        backward=2 * forward,
+        parameter_bytes=24.0 * hidden**2,
+        activation_bytes=crossing,
+        held_bytes=34.0 * sequence * hidden,  # Korthikanti et al. 2022, table 2, without attention scores
+    )
+    head, table = 2.0 * sequence * hidden * vocabulary, 2.0 * vocabulary * hidden
+    return ModelCost(
+        unit="flops",
+        microbatch_samples=1,
+        before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
+        layers=(layer,) * layers,
+        after=LayerCost(forward=head, backward=2 * head, parameter_bytes=table, held_bytes=6.0 * sequence * vocabulary),
+        shared_bytes=table,
+        tokens_per_sample=sequence,
+        name=f"GPT {hidden} x {layers}",
+    )
+
+
+def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
+    """The cost model's TFLOPS per GPU for a row."""
+    base = DEVICE_TYPES["A100-80GB"]
+    device: DeviceType = replace(base, efficiency=efficiencies.compute)
+    cards = (Nic(name="card", kind=row.kind, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s),)
+    hosts = tuple(Host(name=f"h{index}", devices=8, nics=cards) for index in range(row.hosts))
+    topology = Topology(clusters=(Cluster(name="all", hosts=hosts),))
+    network = Network(
+        topology, local_bytes_per_s=device.local_bytes_per_s * efficiencies.network, efficiency=efficiencies.network
+    )
+    training = Training(batch_samples=row.batch, state_ratio=6.0, memory_share=1.0)
+    costs = CostModel(gpt_cost(row.hidden, row.layers), network, devices=(device,), training=training)
+    data = row.hosts * 8 // (row.tensor * row.pipeline)
+    samples = row.batch // data
+    run = RunShape(
+        layout=Layout(pipeline=row.pipeline, tensor=row.tensor, data=data),
+        schedule="1f1b",
+        num_microbatches=samples // row.microbatch,
+        microbatch_samples=row.microbatch,
+        recomputation=True,
+    )
+    partition = make_self_adapting_partition(costs.balance(run, limit_memory=False))
+    predicted = predict(costs, run, partition)
+    return PredictedRow(row=row, predicted_tflops=predicted.flops_per_s_per_device / 1e12)
+
+
+def fit_efficiencies(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> Efficiencies:
+    """The two constants with the least sum of squared relative errors on the rows that may be fitted.
+
+    A grid, refined three times; compute and network are both between 0.05 and 1.
+    """
+    fitted = [row for row in rows if row.fitted]
+    best = (float("inf"), Efficiencies(compute=0.5, network=0.5))
+    centre, width = (0.525, 0.525), 0.475
+    for _ in range(4):
+        steps = [width * step / 5 for step in range(-5, 6)]
+        for compute in {min(1.0, max(0.05, centre[0] + step)) for step in steps}:
+            for network in {min(1.0, max(0.05, centre[1] + step)) for step in steps}:
+                tried = Efficiencies(compute=compute, network=network)
+                loss = sum(predict_row(row, tried).error ** 2 for row in fitted)
+                if loss < best[0]:
+                    best = (loss, tried)
+        centre, width = (best[1].compute, best[1].network), width / 4
+    return best[1]
+
+
+def predict_published(efficiencies: Efficiencies) -> tuple[PredictedRow, ...]:
+    """Every row with its prediction; those that were fitted are marked by row.fitted."""
+    return tuple(predict_row(row, efficiencies) for row in PUBLISHED_ROWS)

@@ -1,0 +1,43 @@
+"""The published tables: nothing is fitted on what it predicts, and the errors are those the docs print."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.plan.published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published
+
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def test_only_infiniband_rows_of_one_source_are_fitted() -> None:
+    fitted = [row for row in PUBLISHED_ROWS if row.fitted]
+    assert len(fitted) == 2 and all(row.kind == "infiniband" for row in fitted)
+    changed = [row if row.fitted else dataclasses.replace(row, tflops=1.0) for row in PUBLISHED_ROWS]
+    assert fit_efficiencies(changed) == fit_efficiencies()
+
+
+def test_the_documented_errors_are_the_models() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    fit = fit_efficiencies()
+    assert f"{fit.compute:.3f}" in text and f"{fit.network:.3f}" in text
+    rows = predict_published(fit)
+    print()
+    for entry in rows:
+        print(
+            f"{entry.row.name:40} measured {entry.row.tflops:5.0f} predicted {entry.predicted_tflops:6.1f} {entry.error:+.1%}"
+        )
+        line = next(line for line in text.splitlines() if line.startswith(f"| {entry.row.name} |"))
+        documented = float(re.findall(r"([+-][\d.]+) %", line)[-1])
+        assert documented == pytest.approx(100 * entry.error, abs=0.15), entry.row.name
+        assert ("fitted" in line) == entry.row.fitted
+
+
+def test_flops_of_a_step_are_the_tables_formula() -> None:
+    # 96 B s L h^2 (1 + s/6h + V/16Lh), recomputation of the layers included
+    h, layers, s, v = 3072, 30, 2048, 51200
+    cost = gpt_cost(h, layers).with_recomputation()
+    assert cost.forward + cost.backward == pytest.approx(
+        96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    )
