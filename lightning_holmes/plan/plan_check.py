@@ -1,0 +1,43 @@
+"""Whether a saved plan is one for this topology and this model.
+
+check_plan(Plan.load("plan.yaml"), topology=topology, layers="layers", num_layers=48, source="plan.yaml")
+"""
+
+from __future__ import annotations
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.placement import clusters_of
+from lightning_holmes.plan.plan import Plan
+
+
+def check_plan(
+    plan: Plan,
+    *,
+    topology: Topology,
+    layers: str | None = None,
+    num_layers: int | None = None,
+    source: str = "the plan",
+) -> None:
+    """Raise ConfigurationError with every difference between what a plan was made for and what is here.
+
+    Args:
+        layers, num_layers: the model's layer list and its length; None where the model is not known yet.
+        source: what messages call the plan.
+    """
+    differences = []
+    if plan.world_size != topology.num_devices:
+        differences.append(f"it has {plan.world_size} ranks, {topology.described} has {topology.num_devices} devices")
+    else:
+        for rank in range(plan.pipeline_parallel_size):
+            here = "+".join(clusters_of(plan.placement, topology, rank))
+            if plan.clusters[rank] != here:
+                differences.append(f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {here}")
+    if layers is not None and plan.layers != layers:
+        differences.append(f"it cuts the layer list {plan.layers!r}, this model's is {layers!r}")
+    if num_layers is not None and plan.partition.num_layers != num_layers:
+        differences.append(f"it deals {plan.partition.num_layers} layers, this model has {num_layers}")
+    if differences:
+        raise ConfigurationError(
+            f"{source} is not for this run: {'; '.join(differences)}. Make it anew with lightning-holmes plan, or leave it out"
+        )

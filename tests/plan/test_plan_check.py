@@ -1,0 +1,54 @@
+"""Saved plans against another topology or model: refused with the difference."""
+
+import pytest
+
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.partition import make_uniform_partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_check import check_plan
+
+PLAN = Plan(
+    pipeline_parallel_size=2,
+    data_parallel_size=2,
+    num_microbatches=4,
+    eval_num_microbatches=1,
+    schedule="1f1b",
+    num_chunks=1,
+    layers="layers",
+    partition=make_uniform_partition(9, 2),
+    placement=Placement(((0, 1), (2, 3))),
+    clusters=("east", "west"),
+)
+
+
+def topology(**sizes: int) -> Topology:
+    return Topology(
+        clusters=tuple(
+            Cluster(name=name, hosts=(Host(name=f"host-{name}", devices=size),)) for name, size in sizes.items()
+        ),
+        source="here.yaml",
+    )
+
+
+def test_the_same_topology_and_model_pass() -> None:
+    check_plan(PLAN, topology=topology(east=2, west=2), layers="layers", num_layers=9)
+    check_plan(PLAN, topology=topology(east=2, west=2))
+
+
+@pytest.mark.parametrize(
+    ("here", "model", "words"),
+    [
+        (topology(east=4, west=4), {}, ["has 4 ranks", "here.yaml has 8 devices"]),
+        (topology(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here that is north"]),
+        (topology(east=1, west=3), {}, ["pipeline rank 0 is on cluster east", "east+west"]),
+        (topology(east=2, west=2), {"layers": "model.h"}, ["'layers'", "'model.h'"]),
+        (topology(east=3, west=2), {"num_layers": 12}, ["5 devices", "deals 9 layers", "has 12"]),
+    ],
+)
+def test_differences_are_named(here: Topology, model: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_plan(PLAN, topology=here, source="old.yaml", **model)
+    for word in ["old.yaml is not for this run", *words]:
+        assert word in str(caught.value)
