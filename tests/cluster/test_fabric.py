@@ -290,7 +290,7 @@ _PORTS: st.SearchStrategy[Callable[[int], tuple[RdmaPort, ...]]] = st.sampled_fr
     apart=st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8),
     named=st.sets(st.integers(0, 9), max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_host_in_one_cluster_whatever_there_is(
     kinds: list[Callable[[int], tuple[RdmaPort, ...]]], seed: int, apart: set[tuple[int, int]], named: set[int]
 ) -> None:

@@ -1,5 +1,6 @@
 """Connection tests and measurements over loopback, and peers that do not behave."""
 
+import contextlib
 import os
 import secrets
 import socket
@@ -138,16 +139,14 @@ def test_hostile_peers_do_no_harm(listener: Listener) -> None:
     before = threading.active_count()
     idle = socket.create_connection(address)
     for payload in (b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(52), b"\xff" * 100_000):
+        received = b""
         with socket.create_connection(address) as hostile:
-            hostile.sendall(payload)
-            hostile.shutdown(socket.SHUT_WR)
-            received = b""
-            try:
+            with contextlib.suppress(OSError):  # the listener may hang up at any moment
+                hostile.sendall(payload)
+                hostile.shutdown(socket.SHUT_WR)
                 while part := hostile.recv(65536):
                     received += part
-            except ConnectionError:
-                pass
-            assert len(received) <= 24  # the greeting: nothing is told or echoed without proof
+        assert len(received) <= 24  # the greeting: nothing is told or echoed without proof
     reset = socket.create_connection(address)
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
