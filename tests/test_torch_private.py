@@ -97,3 +97,12 @@ def test_fake_tensors_know_their_mode_and_fused_attention_is_counted() -> None:
     assert counter.get_total_flops() == 7 * (2 * 2 * 3 * 5 * 5 * 4)
     assert torch_private.fake_mode_of(heads) is mode
     assert torch_private.fake_mode_of(torch.ones(2)) is None
+
+
+def test_a_storage_info_is_what_torchs_own_reader_looks_up(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    known = next(iter(dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()))
+    made = torch_private.storage_info(known.relative_path, known.offset, known.length)
+    assert made == known and type(made) is type(known)

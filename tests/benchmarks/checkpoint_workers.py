@@ -1,0 +1,104 @@
+"""What tests/benchmarks/test_checkpoint.py times, in four processes, and the writer that it kills."""
+
+import io
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.checkpoint import CheckpointKeeper, Job
+from lightning_holmes.checkpoint.atomic import sync_file
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.folder import FolderStateDict
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.saving import FolderSave
+
+STATE_BYTES = 1_000_000_000
+TENSORS = 16
+REPEATS = 3
+
+
+def _seconds(run: Any) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def throughput(folder: str) -> dict[str, list[float]]:
+    """Seconds of saving and loading the state, each way, in turn; a quarter of the state on each rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = STATE_BYTES // size // TENSORS // 4
+    part = {f"w{rank}.{i}": torch.randn(numel) for i in range(TENSORS)}
+    names = [f"w{r}.{i}" for r in range(size) for i in range(TENSORS)]
+    job = Job(rank=rank, size=size)
+    about: dict[str, Any] = {"order": names, "parameters": frozenset(names), "plan": ""}
+    keepers = {way: CheckpointKeeper(distributed=True, background=way == "stall") for way in ("save", "stall")}
+    own = Path(folder) / f"plain{rank}.pt"
+
+    def plain(*, sync: bool) -> None:
+        torch.save(part, own)
+        if sync:
+            sync_file(own)
+
+    def save(way: str) -> None:
+        target = Path(folder) / f"{way}.ckpt"
+        checkpoint = {"state_dict": part, "global_step": 0}
+        keepers[way].save_folder(job, checkpoint, target, background=way == "stall", **about)
+
+    def load() -> None:
+        state = keepers["save"].load(job, Path(folder) / "save.ckpt", weights_only=None)["state_dict"]
+        assert isinstance(state, FolderStateDict)
+        read = state.read_many(part)
+        assert all(torch.equal(read[name][:9], part[name][:9]) for name in part)
+
+    ways: dict[str, Any] = {
+        "plain save": lambda: plain(sync=False),
+        "plain save, on disk": lambda: plain(sync=True),
+        "save": lambda: save("save"),
+        "stall": lambda: save("stall"),
+        "plain load": lambda: torch.load(own),
+        "load": load,
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(REPEATS):
+        for way, run in ways.items():
+            found[way].append(_seconds(run))
+            if way == "stall":
+                keepers["stall"].finish()
+            os.sync() if rank == 0 and "save" in way else None
+            dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def write_for_ever(folder: Path, first: int) -> None:
+    """Save ``last.ckpt`` again and again; each save's values are all its number. Ends when killed."""
+    torch.set_num_threads(1)
+    number = first
+    while True:
+        FolderSave(
+            target=folder / "last.ckpt",
+            token=f"{number:08x}",
+            file_systems=FileSystems(of_rank=(0,)),
+            values={("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
+            order=[f"w{i}" for i in range(20)],
+            num_optimizers=0,
+            rest=_rest(number),
+            plan="",
+        ).run(Meeting(None, 0, 1, "kill", timedelta(seconds=5)))
+        number += 1
+
+
+def _rest(number: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"global_step": number, "epoch": 0, "pytorch-lightning_version": lightning.__version__}, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,108 @@
+"""Checkpoints' figures: throughput against torch.save and torch.load, the stall of an asynchronous save, and kills.
+
+A figure is the median over rounds of one launch, in which all ways take turns on the same disk.
+"""
+
+import os
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from checkpoint_workers import STATE_BYTES, throughput, write_for_ever
+from launch import launch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.checkpoint import CheckpointKeeper, Job
+from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
+
+pytestmark = pytest.mark.benchmark
+
+SAVING = 0.7
+"""Of torch.save's throughput, at least; both until the bytes are on the disk."""
+STALL = 0.15
+"""Of a synchronous save's time, at most."""
+KILLS = 100
+
+
+def test_throughput_and_stall(tmp_path: Path) -> None:
+    results = launch(4, f"checkpoint_workers:{throughput.__name__}", str(tmp_path), timeout_s=200)
+    seconds = {way: statistics.median(times) for way, times in results[0].items()}
+    for way, value in seconds.items():
+        print(f"{way}: {value:.2f} s, {STATE_BYTES / value / 1e6:.0f} MB/s")
+    saving = seconds["plain save, on disk"] / seconds["save"]
+    loading = seconds["plain load"] / seconds["load"]
+    stall = seconds["stall"] / seconds["save"]
+    print(f"saving {saving:.2f} of torch.save with fsync, {seconds['plain save'] / seconds['save']:.2f} of it without")
+    print(f"loading {loading:.2f} of torch.load; stall of an asynchronous save {stall:.3f} of a synchronous one")
+    assert saving >= SAVING
+    assert stall < STALL
+
+
+class Tiny(pl.LightningModule):
+    """Has the values that the killed writer saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(20):
+            self.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(4000)))
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("first", self.w0[0])
+
+
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    """The writer is forked from this process, and killed at a random moment of a save; then the checkpoint is found by
+    ``ckpt_path="last"``, read whole, and the writer goes on from it. Each tenth time a Trainer does it."""
+    draw = random.Random(0)
+    good, first, stages = 0, 1, []
+    started = time.monotonic()
+    keeper = CheckpointKeeper(distributed=True, background=False)
+    while good < KILLS:
+        child = os.fork()
+        if child == 0:
+            try:
+                write_for_ever(tmp_path, first)
+            finally:
+                os._exit(1)
+        try:
+            while not (tmp_path / "last.ckpt").exists():
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0.0, 0.12))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        stages.append(len(list(tmp_path.glob(".saving-*"))))
+        found = whole_checkpoints({str(tmp_path / "last.ckpt")}, tmp_path)
+        assert found == {str(tmp_path / "last.ckpt")}
+        loaded = keeper.load(Job(), tmp_path / "last.ckpt", weights_only=None)
+        number = loaded["global_step"]
+        values = loaded["state_dict"].read_many(loaded["state_dict"])
+        assert number >= first - 1 and len(values) == 20
+        assert all(bool((value == number).all()) for value in values.values())
+        if good % 10 == 0:
+            assert first_value(tmp_path) == number
+        good += 1
+        first = number + 1
+    print(f"{good} kills, each followed by a good resume, in {time.monotonic() - started:.0f} s; {first} saves")
+    print(f"a save was under way at {sum(n > 0 for n in stages)} of them")
+    assert sum(n > 0 for n in stages) > KILLS // 2
+
+
+def first_value(folder: Path) -> float:
+    """The first weight as a Trainer finds it by ``ckpt_path="last"``."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=HolmesStrategy(save_distributed_checkpoint=True),
+        callbacks=[ModelCheckpoint(folder, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer.validate(Tiny(), torch.ones(1, 1), ckpt_path="last", verbose=False)[0]["first"]
