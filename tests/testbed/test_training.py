@@ -1,0 +1,176 @@
+"""Training on testbeds: clusters found without being told, gradients on fast cards, losses of one process."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_worker import FEATURES, ROWS, STEPS, Stack, train
+
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+
+pytestmark = [
+    pytest.mark.usefixtures("testbed_works"),
+    pytest.mark.xdist_group("testbed_training"),
+    pytest.mark.timeout(240),
+]
+WORKER = Path(__file__).with_name("training_worker.py")
+FAST, SLOW = 125e6, 12.5e6  # 1 Gbit/s and 100 Mbit/s
+ETHERNET = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=SLOW)
+
+
+def cluster(name: str, count: int, *kinds: str) -> Cluster:
+    cards = tuple(Nic(name=f"mlx5_{i}", kind=kind, bandwidth_bytes_per_s=FAST) for i, kind in enumerate(kinds))  # type: ignore[arg-type]
+    hosts = tuple(Host(name=f"{name}{index}", devices=1, nics=(*cards, ETHERNET)) for index in range(count))
+    return Cluster(name=name, hosts=hosts)
+
+
+@cache
+def plain() -> tuple[tuple[float, ...], float]:
+    """Losses and weights of one process."""
+    trainer, watch = train()
+    weights = float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters()))
+    return tuple(watch.losses), weights
+
+
+@dataclass
+class Outcome:
+    """What the ranks found, by rank, and the host of each."""
+
+    ranks: list[dict[str, Any]]
+    hosts: list[str]
+
+    @property
+    def stages(self) -> list[set[str]]:
+        """The hosts of each stage."""
+        return [{self.hosts[rank] for rank in row} for row in self.ranks[0]["grid"]]
+
+    def transports(self, axis: str) -> dict[frozenset[str], str]:
+        """Of each group of an axis, by the hosts in it: what it uses, with the reason."""
+        return {
+            frozenset(self.hosts[rank] for rank in ranks): f"{transport}: {reason}"
+            for kind, ranks, transport, reason in self.ranks[0]["groups"]
+            if kind == axis
+        }
+
+
+def run(
+    clusters: Sequence[Cluster],
+    tmp_path: Path,
+    *,
+    order: Sequence[str],
+    prepare: Callable[[Testbed], Any] = lambda bed: None,
+    host_env: Callable[[str], Mapping[str, str]] = lambda host: {},
+    **strategy: Any,
+) -> Outcome:
+    """Train on a testbed of ``clusters``, nodes numbered in ``order``; checks losses and weights against one process."""
+    options = json.dumps({"num_nodes": len(order), "strategy": strategy})
+    folder = tmp_path / "found"
+    folder.mkdir()
+    with Testbed(Topology(clusters=tuple(clusters)), TestbedOptions()) as bed:
+        prepare(bed)
+        bed.run(
+            [str(WORKER), str(folder), options],
+            processes_per_host=1,
+            node_order=order,
+            host_env=host_env,
+            timeout_s=200,
+            check=True,
+        )
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(len(order))]
+    losses, weights = plain()
+    for found in ranks:
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found["weights"] == pytest.approx(weights, rel=1e-6)
+        assert found["grid"] == ranks[0]["grid"]
+        names, coordinate = found["mesh"]
+        assert names == ["pipeline", "data_parallel"]
+        assert found["grid"][coordinate[0]][coordinate[1]] == found["rank"]
+    return Outcome(ranks, list(order))
+
+
+def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp_path: Path) -> None:
+    clusters = [cluster("ib", 2, "infiniband"), cluster("roce", 2, "roce")]
+    outcome = run(clusters, tmp_path, order=["roce1", "ib0", "roce0", "ib1"])
+    assert sorted(map(sorted, outcome.stages)) == [["ib0", "ib1"], ["roce0", "roce1"]]
+    data = outcome.transports("data_parallel")
+    assert data[frozenset({"ib0", "ib1"})].startswith("gloo on ib0: gradients of one stage; infiniband")
+    assert data[frozenset({"roce0", "roce1"})].startswith("gloo on roce0: gradients of one stage; roce")
+    assert all("gloo on eth0" in text and "crosses" in text for text in outcome.transports("pipeline").values())
+    per_layer = FEATURES * FEATURES + FEATURES
+    for rank, found in enumerate(outcome.ranks):
+        stage = next(s for s, row in enumerate(found["grid"]) if rank in row)
+        parameters = found["layers"][stage] * per_layer + (FEATURES + 1 if stage == 1 else 0)
+        # two ranks: each sends every gradient once in an all-reduce; activations go one way, their gradients the other
+        gradients = 4 * parameters * (STEPS - 1)
+        activations = 4 * 6 * ROWS * FEATURES * (STEPS - 1)
+        fast = sum(count for name, count in found["sent"].items() if name.startswith(("ib", "roce")))
+        slow = found["sent"]["eth0"]
+        print(f"rank {rank}: fast {fast:,} of {gradients:,} bytes, Ethernet {slow:,} of {activations:,} bytes")
+        assert gradients <= fast <= 1.1 * gradients
+        assert activations <= slow <= 1.1 * activations
+    assert len(Stack().layers) == sum(outcome.ranks[0]["layers"])
+
+
+def test_three_clusters_one_without_rdma(tmp_path: Path) -> None:
+    clusters = [cluster("a", 1, "infiniband"), cluster("b", 1, "roce"), cluster("c", 1)]
+    outcome = run(clusters, tmp_path, order=["c0", "a0", "b0"])
+    assert sorted(map(sorted, outcome.stages)) == [["a0"], ["b0"], ["c0"]]
+    assert all("gloo on eth0" in text for text in outcome.transports("pipeline").values())
+
+
+def test_clusters_of_unlike_sizes_share_out_stages_of_equal_size(tmp_path: Path) -> None:
+    clusters = [cluster("a", 2, "infiniband"), cluster("b", 4, "roce")]
+    outcome = run(clusters, tmp_path, order=["b3", "a1", "b0", "b1", "a0", "b2"])
+    assert len(outcome.stages) == 3 and {"a0", "a1"} in outcome.stages
+    assert any("a stage of 2 ranks divides every cluster" in note for note in outcome.ranks[0]["notes"])
+    used = outcome.transports("data_parallel").values()
+    assert sorted(text.split(":")[0] for text in used) == ["gloo on ib0", "gloo on roce0", "gloo on roce0"]
+    inside = [hosts for hosts in outcome.transports("pipeline") if all(h.startswith("b") for h in hosts)]
+    assert inside and all("gloo on roce0" in outcome.transports("pipeline")[hosts] for hosts in inside)
+
+
+def test_one_cluster_alone_is_pure_data_parallel(tmp_path: Path) -> None:
+    outcome = run([cluster("a", 2, "infiniband")], tmp_path, order=["a1", "a0"])
+    assert outcome.stages == [{"a0", "a1"}]
+    assert outcome.transports("data_parallel")[frozenset({"a0", "a1"})].startswith("gloo on ib0")
+
+
+def test_only_ethernet_and_a_cluster_named_by_hand(tmp_path: Path) -> None:
+    """Without RDMA all hosts of a subnet are one cluster; HOLMES_CLUSTER says otherwise."""
+    clusters = [cluster("a", 1), cluster("b", 1)]
+    (tmp_path / "alone").mkdir()
+    alone = run(clusters, tmp_path / "alone", order=["b0", "a0"])
+    assert alone.stages == [{"a0", "b0"}]
+    assert "no RDMA card" in alone.transports("data_parallel")[frozenset({"a0", "b0"})]
+    named = run(clusters, tmp_path, order=["b0", "a0"], host_env=lambda host: {"HOLMES_CLUSTER": host})
+    assert sorted(map(sorted, named.stages)) == [["a0"], ["b0"]] and sorted(named.ranks[0]["clusters"]) == ["a0", "b0"]
+
+
+def test_a_fast_card_that_is_down_sends_its_group_to_ethernet_with_a_warning(tmp_path: Path) -> None:
+    clusters = [cluster("ib", 2, "infiniband"), cluster("roce", 2, "roce")]
+    outcome = run(
+        clusters,
+        tmp_path,
+        order=["ib1", "roce0", "ib0", "roce1"],
+        prepare=lambda bed: bed.set_down("ib1.mlx5_0"),
+    )
+    assert sorted(map(sorted, outcome.stages)) == [["ib0", "ib1"], ["roce0", "roce1"]]
+    data = outcome.transports("data_parallel")
+    assert "gloo on eth0" in data[frozenset({"ib0", "ib1"})] and "down" in data[frozenset({"ib0", "ib1"})]
+    assert data[frozenset({"roce0", "roce1"})].startswith("gloo on roce0")
+    assert any("mlx5_0" in text for text in outcome.ranks[0]["warnings"])
+
+
+def test_a_topology_file_wins_over_what_is_found(tmp_path: Path) -> None:
+    clusters = [cluster("ib", 2, "infiniband")]
+    path = tmp_path / "topology.yaml"
+    path.write_text(
+        "clusters:\n- name: first\n  hosts: [{name: ib1, devices: 1}]\n- name: second\n  hosts: [{name: ib0, devices: 1}]\n"
+    )
+    outcome = run(clusters, tmp_path, order=["ib0", "ib1"], topology=str(path))
+    assert outcome.stages == [{"ib1"}, {"ib0"}] and outcome.ranks[0]["clusters"] == ["first", "second"]

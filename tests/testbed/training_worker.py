@@ -1,0 +1,115 @@
+"""What runs on every host of a testbed: an ordinary Trainer with strategy="holmes", and what it found, as JSON.
+
+python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_holmes import HolmesStrategy
+
+STEPS, FEATURES, ROWS = 6, 320, 64
+
+
+class Stack(LightningModule):
+    """Layers alike, of which a pipeline can take any share."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(num_layers))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden, target = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = nn.functional.mse_loss(self.head(hidden).mean(dim=1), target)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """12 samples a step in their order: Lightning's own sampler would shuffle them."""
+        generator = torch.Generator().manual_seed(1)
+        count = STEPS * 12
+        data = TensorDataset(
+            torch.randn(count, ROWS, FEATURES, generator=generator), torch.randn(count, 1, generator=generator)
+        )
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: Any = DistributedSampler(data, shuffle=False, **kwargs)
+        return DataLoader(data, batch_size=12 // kwargs["num_replicas"], sampler=sampler)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Watch(Callback):
+    """Losses of the steps, and what went over each interface from the second step on."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.before: dict[str, int] = {}
+        self.sent: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+        now = {name: count.bytes_sent for name, count in psutil.net_io_counters(pernic=True).items()}
+        if len(self.losses) == 1:
+            self.before = now
+        self.sent = {name: count - self.before.get(name, 0) for name, count in now.items()}
+
+
+def train(**options: Any) -> tuple[Trainer, Watch]:
+    """A run over 12 samples a step."""
+    seed_everything(3)
+    watch = Watch()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+        **options,
+    )
+    trainer.fit(Stack())
+    return trainer, watch
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    """Train, and write what was found on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = HolmesStrategy(**options["strategy"])
+        trainer, watch = train(strategy=strategy, devices=1, num_nodes=options["num_nodes"])
+    assert isinstance(trainer.strategy, HolmesStrategy)
+    plan = trainer.strategy.plan
+    mesh = trainer.strategy.device_mesh
+    found = {
+        "rank": trainer.global_rank,
+        "losses": watch.losses,
+        "sent": watch.sent,
+        "grid": [list(row) for row in plan.placement.grid],
+        "clusters": list(plan.clusters),
+        "groups": [[g.axis, list(g.ranks), g.transport, g.reason] for g in plan.groups],
+        "notes": list(plan.notes),
+        "layers": list(plan.partition.layer_counts),
+        "mesh": [list(mesh.mesh_dim_names or ()), mesh.get_coordinate()],
+        "weights": float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters())),
+        "warnings": [str(w.message) for w in caught if "Ethernet" in str(w.message)],
+    }
+    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
