@@ -88,7 +88,7 @@ def content_of(tensor: Tensor) -> str:
     digest = hashlib.blake2b(digest_size=16)
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
-        digest.update(flat[start : start + _CHUNK].cpu().numpy())
+        digest.update(flat[start : start + _CHUNK].cpu().numpy().data)
     return digest.hexdigest()
 
 

@@ -21,6 +21,7 @@ from lightning_holmes.checkpoint import lightning_hooks, resume
 from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 
 
@@ -36,6 +37,7 @@ class CheckpointingStrategy(ReplicaCollectives):
     _pipeline: PipelineModule | None
     _ended: PipelineModule | None
     _plan: Plan | None
+    _placement: Placement | None
     _failed: bool
     _group_names: list[list[list[str]]]
     _base_seed: int
@@ -97,10 +99,11 @@ class CheckpointingStrategy(ReplicaCollectives):
             return super().lightning_module_state_dict() if self.is_global_zero or not self._writes_folders else {}
         if self._writes_folders:
             return checkpoints.module_part(pipeline)
-        if self._groups.data_parallel_rank != 0 or self._failed:
+        root = self._gathering_rank()
+        if root is None or self._failed:
             return {}
         with self._explaining():
-            return checkpoints.module_state_dict(pipeline, self._groups.edges)
+            return checkpoints.module_state_dict(pipeline, self._groups.edges, root=root)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
@@ -112,10 +115,20 @@ class CheckpointingStrategy(ReplicaCollectives):
         names = self._group_names[self.optimizers.index(optimizer)]
         if self._writes_folders:
             return checkpoints.optimizer_part(optimizer, names, pipeline)
-        if self._groups.data_parallel_rank != 0 or self._failed:
+        root = self._gathering_rank()
+        if root is None or self._failed:
             return {}
         with self._explaining():
-            return checkpoints.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges)
+            return checkpoints.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges, root=root)
+
+    def _gathering_rank(self) -> int | None:
+        """The pipeline rank of global rank 0, which writes files, for the ranks of its pipeline; None for others.
+
+        With nodes numbered at random it can stand anywhere.
+        """
+        assert self._groups is not None and self._placement is not None
+        place = self._placement.coordinate(0)
+        return place[0] if self._groups.data_parallel_rank == place[1] else None
 
     # saving
 

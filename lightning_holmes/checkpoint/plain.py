@@ -20,22 +20,22 @@ from lightning_holmes.pipeline.stage import PipelineModule
 TOPIC_GATHER = 6
 
 
-def gather_to_first(edges: Edges | None, part: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The union of the parts of all ranks of a pipeline, on its first rank; {} on the others, which must call too."""
+def gather_parts(edges: Edges | None, part: Mapping[Any, Any], *, root: int) -> dict[Any, Any]:
+    """The union of the parts of all ranks of a pipeline on its rank ``root``; {} on the others, which must call too."""
     if edges is None:
         return dict(part)
-    if edges.rank != 0:
-        edges.send_message(0, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
+    if edges.rank != root:
+        edges.send_message(root, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
         edges.finish()
         return {}
     whole = dict(part)
-    for rank in range(1, edges.size):
+    for rank in (r for r in range(edges.size) if r != root):
         whole.update(edges.receive_message(rank, TOPIC_GATHER))
     return whole
 
 
-def module_state_dict(pipeline: PipelineModule, edges: Edges | None) -> dict[str, Any]:
-    """The module's whole ``state_dict`` on the pipeline's first rank, in the module's own order; {} elsewhere."""
+def module_state_dict(pipeline: PipelineModule, edges: Edges | None, *, root: int) -> dict[str, Any]:
+    """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere."""
     module = pipeline.module
     first_names = {id(p): n for n, p in module.named_parameters()}
     local: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def module_state_dict(pipeline: PipelineModule, edges: Edges | None) -> dict[str
         order.append(key)
         if pipeline.is_owner(first_names.get(id(value), key)):
             local[key] = value.detach() if isinstance(value, Tensor) else value
-    whole = gather_to_first(edges, local)
+    whole = gather_parts(edges, local, root=root)
     return {key: whole[key] for key in order if key in whole}
 
 
@@ -77,10 +77,15 @@ def keep_local_parameters(optimizer: Optimizer, groups: Sequence[Sequence[str]],
 
 
 def optimizer_state_dict(
-    optimizer: Optimizer, groups: Sequence[Sequence[str]], pipeline: PipelineModule, edges: Edges | None
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    pipeline: PipelineModule,
+    edges: Edges | None,
+    *,
+    root: int,
 ) -> dict[str, Any]:
     """The optimizer's state as plain Lightning numbers it (by place in the whole module's groups), on the
-    pipeline's first rank; without states elsewhere."""
+    pipeline's rank ``root``; without states elsewhere."""
     parameters = dict(pipeline.module.named_parameters())
     local = {
         name: dict(optimizer.state[parameters[name]])
@@ -88,7 +93,7 @@ def optimizer_state_dict(
         for name in names
         if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state
     }
-    whole = gather_to_first(edges, local)
+    whole = gather_parts(edges, local, root=root)
     state: dict[int, Any] = {}
     described = []
     number = 0

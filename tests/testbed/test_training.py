@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_worker import FEATURES, ROWS, STEPS, Stack, train
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
@@ -95,7 +96,8 @@ def run(
 
 def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp_path: Path) -> None:
     clusters = [cluster("ib", 2, "infiniband"), cluster("roce", 2, "roce")]
-    outcome = run(clusters, tmp_path, order=["roce1", "ib0", "roce0", "ib1"])
+    order = ["roce1", "ib0", "roce0", "ib1"]
+    outcome = run(clusters, tmp_path, order=order, save_distributed_checkpoint=False)
     assert sorted(map(sorted, outcome.stages)) == [["ib0", "ib1"], ["roce0", "roce1"]]
     data = outcome.transports("data_parallel")
     assert data[frozenset({"ib0", "ib1"})].startswith("gloo on ib0: gradients of one stage; infiniband")
@@ -113,6 +115,13 @@ def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp
         print(f"rank {rank}: fast {fast:,} of {gradients:,} bytes, Ethernet {slow:,} of {activations:,} bytes")
         assert gradients <= fast <= 1.1 * gradients
         assert activations <= slow <= 1.1 * activations
+    # rank 0, which writes the file, holds neither the first stage nor the first replica
+    assert outcome.ranks[0]["grid"][1][1] == 0
+    saved = torch.load(tmp_path / "found" / "run.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(Stack().state_dict())
+    weights = float(sum(value.double().abs().sum() for value in saved["state_dict"].values()))
+    assert weights == pytest.approx(plain()[1], rel=1e-6)
+    assert len(saved["optimizer_states"][0]["state"]) == len(list(Stack().parameters()))
     assert len(Stack().layers) == sum(outcome.ranks[0]["layers"])
 
 

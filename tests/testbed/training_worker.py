@@ -5,6 +5,7 @@ python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,18 @@ class Stack(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+def settled_counters() -> dict[str, int]:
+    """Bytes sent by interface, once what waits in the shaped queues has gone out."""
+    counters: dict[str, int] = {}
+    for _ in range(100):
+        now = {name: count.bytes_sent for name, count in psutil.net_io_counters(pernic=True).items()}
+        if now == counters:
+            break
+        counters = now
+        time.sleep(0.03)
+    return counters
+
+
 class Watch(Callback):
     """Losses of the steps, and what went over each interface from the second step on."""
 
@@ -61,10 +74,10 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
-        now = {name: count.bytes_sent for name, count in psutil.net_io_counters(pernic=True).items()}
         if len(self.losses) == 1:
-            self.before = now
-        self.sent = {name: count - self.before.get(name, 0) for name, count in now.items()}
+            self.before = settled_counters()
+        elif len(self.losses) == STEPS:
+            self.sent = {name: count - self.before[name] for name, count in settled_counters().items()}
 
 
 def train(**options: Any) -> tuple[Trainer, Watch]:
@@ -92,6 +105,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         warnings.simplefilter("always")
         strategy = HolmesStrategy(**options["strategy"])
         trainer, watch = train(strategy=strategy, devices=1, num_nodes=options["num_nodes"])
+    trainer.save_checkpoint(folder / "run.ckpt")
     assert isinstance(trainer.strategy, HolmesStrategy)
     plan = trainer.strategy.plan
     mesh = trainer.strategy.device_mesh

@@ -1,0 +1,158 @@
+"""Transports of groups: the best card that all members share, and what the user has set is respected or refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
+from lightning_holmes.comm.transport import GroupTransports, UserSettings, hca_allows
+from lightning_holmes.comm.world import check_port_range
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.transport import TransportChooser
+
+
+def nic(kind: TransportKind, name: str, *, up: bool = True, fabric: str | None = None, gbit: float = 1.0) -> Nic:
+    interface = {"infiniband": f"ib_{name}", "roce": f"rdma_{name}"}.get(kind, name)
+    return Nic(name=name, kind=kind, interface=interface, up=up, fabric=fabric, bandwidth_bytes_per_s=gbit * 125e6)
+
+
+def cluster(name: str, hosts: Sequence[Sequence[Nic]], devices: int = 1) -> Cluster:
+    made = (Host(name=f"{name}{i}", devices=devices, nics=tuple(nics)) for i, nics in enumerate(hosts))
+    return Cluster(name=name, hosts=tuple(made))
+
+
+ETH = nic("ethernet", "eth0")
+MIXED = Topology(
+    clusters=(
+        cluster("a", [[nic("infiniband", "mlx5_0", fabric="A"), ETH]] * 2, devices=2),
+        cluster("b", [[nic("roce", "mlx5_1", fabric="B"), ETH]] * 2),
+    )
+)
+
+
+def transports(topology: Topology = MIXED, *, rank: int = 0, backend: str = "nccl", **user: str) -> GroupTransports:
+    settings = UserSettings.read(user, files=())
+    return GroupTransports(TransportChooser(topology), rank=rank, backend=backend, user=settings)
+
+
+def test_a_group_uses_the_fabric_that_its_hosts_share() -> None:
+    chosen = transports()
+    assert chosen.net_name([0, 2]) == "IB" and chosen.interface([0, 2]) == "ib_mlx5_0"
+    assert chosen.describe([0, 2]) == ("nccl IB", "infiniband: 2 hosts share it (A)")
+    assert transports(rank=4).net_name([4, 5]) == "IB"  # RoCE: NCCL's module for it has the same name
+    assert transports(rank=4, backend="gloo").describe([4, 5])[0] == "gloo on rdma_mlx5_1"
+
+
+def test_infiniband_and_roce_do_not_mix() -> None:
+    chosen = transports()
+    assert chosen.net_name([0, 4]) == "Socket" and chosen.interface([0, 4]) == "eth0"
+    assert chosen.describe([0, 4]) == ("nccl Socket", "ethernet: crosses from infiniband in a to roce in b")
+
+
+def test_ranks_of_one_host_are_left_to_the_library() -> None:
+    assert transports().net_name([0, 1]) is None
+    assert transports().describe([0, 1]) == ("nccl", "all on host a0")
+
+
+def test_a_card_that_is_down_sends_its_group_to_ethernet() -> None:
+    down = nic("infiniband", "mlx5_0", up=False, fabric="A")
+    topology = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A"), ETH], [down, ETH]]),))
+    chosen = transports(topology, backend="gloo")
+    assert chosen.describe([0, 1]) == ("gloo on eth0", "ethernet: mlx5_0 of a1 is down")
+    assert chosen.fallbacks([[0, 1]]) == ["the group of ranks 0, 1 uses Ethernet: mlx5_0 of a1 is down"]
+
+
+def test_the_fastest_of_several_fabrics_is_used() -> None:
+    cards = [nic("roce", "slow", fabric="S"), nic("infiniband", "fast", fabric="F", gbit=4), ETH]
+    assert (
+        transports(Topology(clusters=(cluster("a", [cards, cards[::-1]]),)), backend="gloo").interface([0, 1])
+        == "ib_fast"
+    )
+
+
+def test_cards_of_unknown_fabric_count_inside_a_cluster_only() -> None:
+    hosts = [[nic("infiniband", "mlx5_0"), ETH]]
+    apart = Topology(clusters=(cluster("a", hosts), cluster("b", hosts)))
+    together = Topology(clusters=(cluster("a", hosts * 2),))
+    assert transports(apart).net_name([0, 1]) == "Socket" and transports(together).net_name([0, 1]) == "IB"
+
+
+def test_without_a_known_network_the_libraries_choose() -> None:
+    unknown = GroupTransports(None, rank=0, backend="nccl")
+    assert (
+        unknown.net_name([0, 1]) is None
+        and unknown.interface([0, 1]) is None
+        and unknown.nccl_environment([[0, 1]]) == {}
+    )
+
+
+def test_gloo_needs_the_interface_behind_a_card() -> None:
+    bare = Nic(name="mlx5_0", kind="infiniband")
+    topology = Topology(clusters=(cluster("a", [[bare], [bare]]),))
+    with pytest.raises(ConfigurationError, match=r"mlx5_0 is the card of rank 0 .* give its `interface`"):
+        transports(topology, backend="gloo").interface([0, 1])
+
+
+def test_nccl_lists_hold_what_any_group_of_the_process_needs() -> None:
+    assert transports().nccl_environment([[0, 2], [0, 4]]) == {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_HCA": "=mlx5_0"}
+    assert transports().nccl_environment([[0, 4]]) == {"NCCL_SOCKET_IFNAME": "=eth0"}
+    assert transports(backend="gloo").nccl_environment([[0, 2]]) == {}
+    assert transports(NCCL_SOCKET_IFNAME="eth9").nccl_environment([[0, 4]]) == {}
+
+
+def test_settings_of_the_user_are_respected() -> None:
+    chosen = transports(backend="gloo", GLOO_SOCKET_IFNAME="eth9")
+    assert chosen.interface([0, 2]) is None and chosen.host_interface() is None
+    assert "GLOO_SOCKET_IFNAME=eth9 in the environment is respected" in chosen.describe([0, 2])[1]
+    socket = transports(NCCL_NET="Socket")
+    assert socket.net_name([0, 2]) is None and socket.describe([0, 2])[0] == "nccl Socket"
+    assert transports(NCCL_IB_DISABLE="1").net_name([0, 2]) == "Socket"
+    assert transports(NCCL_IB_HCA="mlx5").nccl_environment([[0, 2]]) == {"NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_settings_that_a_group_cannot_work_with_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"NCCL_NET=IB in the environment forces .* ranks 0, 4 .* none in common"
+    ):
+        transports(NCCL_NET="IB").net_name([0, 4])
+    with pytest.raises(ConfigurationError, match=r"NCCL_IB_HCA=\^mlx5_0 in the environment leaves out mlx5_0"):
+        transports(NCCL_IB_HCA="^mlx5_0").nccl_environment([[0, 2]])
+
+
+def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.conf"
+    path.write_text("# comment\nNCCL_NET = Socket\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_3\n")
+    settings = UserSettings.read({"NCCL_IB_HCA": "mlx5_0"}, files=[str(tmp_path / "none"), str(path)])
+    assert settings.describe("NCCL_NET") == f"NCCL_NET=Socket in {path}"
+    assert settings.describe("NCCL_IB_HCA") == "NCCL_IB_HCA=mlx5_0 in the environment"
+    assert settings.get("NCCL_DEBUG") is None
+    assert settings.facts()["NCCL_NET"] == "Socket" and settings.facts()["NCCL_IB_HCA"] == "set"
+
+
+@pytest.mark.parametrize(
+    ("setting", "card", "allowed"),
+    [
+        ("mlx5", "mlx5_0", True),
+        ("mlx5_1,mlx5_0", "mlx5_0", True),
+        ("=mlx5", "mlx5_0", False),
+        ("=mlx5_0:1", "mlx5_0", True),
+        ("=mlx5_0:2", "mlx5_0", False),
+        ("=mlx5_0:2", "mlx5_0:2", True),
+        ("^mlx5_1", "mlx5_0", True),
+        ("^=mlx5_0", "mlx5_0", False),
+    ],
+)
+def test_lists_of_cards_as_nccl_reads_them(setting: str, card: str, allowed: bool) -> None:
+    assert hca_allows(setting, card) is allowed
+
+
+def test_the_kernels_ports_must_lie_within_the_range(tmp_path: Path) -> None:
+    path = tmp_path / "ip_local_port_range"
+    path.write_text("32768\t60999\n")
+    check_port_range((30000, 61000), str(path))
+    check_port_range((1, 2), str(tmp_path / "none"))
+    with pytest.raises(
+        ConfigurationError, match=r"port_range=29500-29600.*32768 to 60999.*sysctl -w .*\"29500 29600\""
+    ):
+        check_port_range((29500, 29600), str(path))
