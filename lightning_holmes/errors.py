@@ -36,3 +36,7 @@ class TestbedError(HolmesError, RuntimeError):
 
 class TestbedUnavailable(TestbedError):
     """This machine cannot carry a testbed. The message says which capability is missing."""
+
+
+class UnreachableError(HolmesError):
+    """Ranks that must talk cannot connect; the message names both ends, their interfaces and the port."""

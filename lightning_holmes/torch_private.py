@@ -48,12 +48,17 @@ def gloo_device(interface: str | None) -> Any:
     return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
 
 
-def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta) -> Any:
-    """A gloo group whose connections are made on ``device``."""
+def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta, *, connect: timedelta) -> Any:
+    """A gloo group whose connections are made on ``device``, within ``connect``; its operations have ``timeout``.
+
+    Raises:
+        RuntimeError: a rank cannot be reached; the text has its address and port.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
-    options._timeout = timeout
+    options._timeout = min(timeout, connect)
     group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(timeout)
     group._set_sequence_number_for_group()
     return group
 

@@ -81,7 +81,8 @@ class GroupBuilder:
             backend = GLOO
             if self.rank in ranks:
                 transports = self._transports
-                options = self._gloo.on(transports.host_interface() if on_host else transports.interface(ranks))
+                interface = transports.host_interface() if on_host else transports.interface(ranks)
+                options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
         else:
             backend = self.backend
             net_name = self._transports.net_name(ranks) if self.rank in ranks else None

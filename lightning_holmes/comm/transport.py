@@ -186,6 +186,26 @@ class GroupTransports:
             return "nccl Socket", f"{self._user.describe('NCCL_IB_DISABLE')} is respected"
         return f"nccl {self.net_name(ranks)}", f"{choice.kind}: {choice.reason}"
 
+    def ends(self, ranks: Sequence[int], *, on_host: bool = False) -> str:
+        """The members of a group with host, interface and address, for messages; "" where nothing is known.
+
+        ``on_host``: as messages between hosts travel.
+        """
+        chooser = self._chooser
+        if chooser is None:
+            return ""
+        choice = self.choose(ranks)
+        described = []
+        for rank in ranks[:8]:
+            nic = chooser.main_nic(rank) if on_host or choice is None else choice.nic_of(rank)
+            place = (
+                ""
+                if nic is None
+                else f" ({nic.interface or nic.name} {', '.join(nic.addresses[:1])})".replace(" )", ")")
+            )
+            described.append(f"rank {rank} on {chooser.host(rank).name}{place}")
+        return ", ".join(described) + (", ..." if len(ranks) > 8 else "")
+
     def fallbacks(self, groups: Sequence[Sequence[int]]) -> list[str]:
         """Of ``groups``, those inside a fabric that must use Ethernet because a card is down; one line each."""
         lines = []

@@ -75,6 +75,10 @@ class TransportChooser:
             reason=_why_ethernet(list(hosts.values())),
         )
 
+    def host(self, rank: int) -> Host:
+        """The host of a rank."""
+        return self._places[rank][1]
+
     def main_nic(self, rank: int) -> Nic | None:
         """The Ethernet card of the rank's host that reaches the master."""
         return self._places[rank][1].nic_of("ethernet")
