@@ -195,7 +195,7 @@ class FolderReader:
             values[name] = places[entry]
         return values
 
-    def raw(self, entry: ValueEntry) -> bytearray:
+    def raw(self, entry: ValueEntry) -> bytes:
         """The bytes of a value whose file this rank sees."""
         assert self.folder is not None
         with (self.folder / entry.file).open("rb") as file:
@@ -209,7 +209,7 @@ class FolderReader:
             f"there, or start a rank there"
         )
 
-    def _decode(self, entry: ValueEntry, data: bytearray | bytes) -> Any:
+    def _decode(self, entry: ValueEntry, data: bytes) -> Any:
         source = f"{self.folder or 'checkpoint'}/{entry.file} (bytes {entry.offset} to {entry.offset + entry.length})"
         if len(data) != entry.length or zlib.crc32(data) != entry.crc32:
             raise CheckpointError(f"{source} is damaged: its checksum differs from the one in the manifest")
@@ -227,12 +227,10 @@ class Fetch:
         raise NotImplementedError
 
 
-def read_at(file: IO[bytes], entry: ValueEntry) -> bytearray:
-    """The bytes of a value."""
-    data = bytearray(entry.length)
+def read_at(file: IO[bytes], entry: ValueEntry) -> bytes:
+    """The bytes of a value; immutable, since io.BytesIO copies anything else."""
     file.seek(entry.offset)
-    read = file.readinto(data)  # type: ignore[attr-defined]
-    return data[:read]
+    return file.read(entry.length)
 
 
 class FolderStateDict(MutableMapping[str, Any]):

@@ -80,8 +80,8 @@ def write_safetensors(path: Path, items: dict[str, Item], read: Callable[[Item],
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for item in items.values():
-            data = compacted(read(item)).reshape(-1).view(torch.uint8)
-            file.write(memoryview(data.numpy()))
+            data: Any = compacted(read(item)).reshape(-1).view(torch.uint8).numpy()
+            file.write(memoryview(data))
     atomic.sync_file(path)
 
 

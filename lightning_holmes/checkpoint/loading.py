@@ -116,7 +116,7 @@ class NetworkFetch(Fetch):
                 for entry in entries:
                     sender = self._providers[entry.file]
                     if self._rank == sender:
-                        data = torch.frombuffer(reader.raw(entry), dtype=torch.uint8)
+                        data = torch.frombuffer(bytearray(reader.raw(entry)), dtype=torch.uint8)
                         dist.send(data, receiver, group=group)
                     elif self._rank == receiver:
                         data = torch.empty(entry.length, dtype=torch.uint8)

@@ -118,7 +118,7 @@ def missing_files(folder: Path) -> list[str]:
     lacking = {s: [n for n, e in manifest.files.items() if e.file_system == s and n not in present] for s in systems}
     lost = [n for n in common if n not in present]
     if lacking and all(lacking.values()):
-        lost += min(lacking.values(), key=lambda names: len(names))
+        lost += min((len(names), names) for names in lacking.values())[1]
     return [f"{folder / name} is missing or cut off" for name in lost]
 
 

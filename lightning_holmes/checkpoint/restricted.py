@@ -16,7 +16,7 @@ import torch
 from lightning_holmes.errors import CheckpointError
 
 
-def load_bytes(data: bytes | bytearray, source: str, *, weights_only: bool = True) -> Any:
+def load_bytes(data: bytes, source: str, *, weights_only: bool = True) -> Any:
     """What ``data`` holds, on the host.
 
     Raises:

@@ -3,7 +3,10 @@
 The copies' memory is kept for the next time: making it costs more than filling it.
 """
 
+import contextlib
 import copy
+import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.checkpoint.parts import Value, same_memory
+
+_NICE = 10
 
 
 class Staging:
@@ -93,6 +98,9 @@ class Writer:
             raise failure
 
     def _run(self, write: Callable[[], None]) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process's
+            with contextlib.suppress(OSError):  # training, and other ranks that still copy, go first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             write()
         except BaseException as error:

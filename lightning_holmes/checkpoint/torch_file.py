@@ -94,7 +94,7 @@ def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | 
                 continue
             source = read(tensor)
             source = tensor if source is None else source
-            data = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
             assert len(data) == record.num_bytes
             file.seek(record.offset)
             file.write(memoryview(data))

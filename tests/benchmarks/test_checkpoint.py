@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint  # here, and not in each child
 from checkpoint_workers import STATE_BYTES, throughput, write_for_ever
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -24,7 +25,7 @@ from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
 pytestmark = pytest.mark.benchmark
 
 SAVING = 0.7
-"""Of torch.save's throughput, at least; both until the bytes are on the disk."""
+"""Of torch.save's throughput, at least; both into new files, until the bytes are on the disk."""
 STALL = 0.15
 """Of a synchronous save's time, at most."""
 KILLS = 100
@@ -35,12 +36,13 @@ def test_throughput_and_stall(tmp_path: Path) -> None:
     seconds = {way: statistics.median(times) for way, times in results[0].items()}
     for way, value in seconds.items():
         print(f"{way}: {value:.2f} s, {STATE_BYTES / value / 1e6:.0f} MB/s")
-    saving = seconds["plain save, on disk"] / seconds["save"]
+    ratios = {way: value / seconds["save"] for way, value in seconds.items() if way.startswith("plain save")}
     loading = seconds["plain load"] / seconds["load"]
     stall = seconds["stall"] / seconds["save"]
-    print(f"saving {saving:.2f} of torch.save with fsync, {seconds['plain save'] / seconds['save']:.2f} of it without")
+    for way, ratio in ratios.items():
+        print(f"saving {ratio:.2f} of the throughput of a {way}")
     print(f"loading {loading:.2f} of torch.load; stall of an asynchronous save {stall:.3f} of a synchronous one")
-    assert saving >= SAVING
+    assert ratios["plain save to a new file, on disk"] >= SAVING
     assert stall < STALL
 
 
@@ -64,6 +66,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
     started = time.monotonic()
     keeper = CheckpointKeeper(distributed=True, background=False)
     while good < KILLS:
+        before = set(tmp_path.glob(".saving-*"))
         child = os.fork()
         if child == 0:
             try:
@@ -77,7 +80,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        stages.append(len(list(tmp_path.glob(".saving-*"))))
+        stages.append(len(set(tmp_path.glob(".saving-*")) - before))
         found = whole_checkpoints({str(tmp_path / "last.ckpt")}, tmp_path)
         assert found == {str(tmp_path / "last.ckpt")}
         loaded = keeper.load(Job(), tmp_path / "last.ckpt", weights_only=None)
