@@ -8,16 +8,20 @@ a second, and the groups of a rank are many.
     group = dist.new_group(ranks, backend=GLOO, pg_options=devices.on("eth1"))
 """
 
+import contextlib
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group, is_backend_registered
 
 GLOO = "holmes_gloo"
+_ANSWER = timedelta(seconds=5)
 _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
 
 
@@ -69,6 +73,33 @@ def _create(options: Any, given: GlooOptions) -> Any:
     except RuntimeError as error:
         raise UnreachableError(
             f"a group of {options.group_size} ranks cannot be connected{given.ends and ': ' + given.ends}. gloo says: "
-            f"{str(error).splitlines()[0]}. If a firewall lies between them, open the ports and give port_range; "
+            f"{_what_all_say(options, given.ends, str(error))}. If a firewall lies between them, open the ports and give port_range; "
             f"`lightning-holmes topology` under torchrun tries every connection"
         ) from error
+
+
+def _what_all_say(options: Any, ends: str, message: str) -> str:
+    """What gloo told the members of a group, and where each listens: gloo's own message often names no address."""
+    mine = re.sub(r"\[/\S*?/(\w+\.\w+:\d+)\]", r"[\1]", message.splitlines()[0])
+    listening = _listening_addresses(ends)
+    if listening:
+        mine += f" (it listens on {', '.join(listening)})"
+    said = {options.group_rank: mine}
+    options.store.set(f"unreachable/{options.group_rank}", mine)
+    for rank in range(options.group_size):
+        with contextlib.suppress(Exception):  # a rank that got through says nothing; the stores raise what they like
+            options.store.wait([f"unreachable/{rank}"], _ANSWER)
+            said[rank] = options.store.get(f"unreachable/{rank}").decode()
+    return "; ".join(f"(member {rank}) {text}" for rank, text in sorted(said.items()))
+
+
+def _listening_addresses(ends: str) -> list[str]:
+    """Addresses and ports on which this process listens for one of the cards in ``ends``."""
+    with contextlib.suppress(psutil.Error, OSError):
+        sockets = psutil.Process().net_connections(kind="tcp")
+        return [
+            f"{s.laddr.ip}:{s.laddr.port}"
+            for s in sockets
+            if s.status == psutil.CONN_LISTEN and re.search(rf"(?<![\d.]){re.escape(s.laddr.ip)}(?![\d.])", ends)
+        ]
+    return []

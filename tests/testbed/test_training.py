@@ -1,6 +1,8 @@
 """Training on testbeds: clusters found without being told, gradients on fast cards, losses of one process."""
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -183,3 +185,28 @@ def test_a_topology_file_wins_over_what_is_found(tmp_path: Path) -> None:
     )
     outcome = run(clusters, tmp_path, order=["ib0", "ib1"], topology=str(path))
     assert outcome.stages == [{"ib1"}, {"ib0"}] and outcome.ranks[0]["clusters"] == ["first", "second"]
+
+
+def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_path: Path) -> None:
+    """The file says that two hosts share a fabric; between them packets of the fast cards are swallowed."""
+    hosts = cluster("ib", 2, "infiniband")
+    swallow = (
+        "import pyroute2; ip = pyroute2.IPRoute(); index = ip.link_lookup(ifname='ib0')[0]\n"
+        "ip.neigh('replace', dst=DESTINATION, lladdr='02:00:00:00:00:99', ifindex=index, state=0x80)"
+    )
+    path = tmp_path / "topology.yaml"
+    path.write_text("clusters:\n- name: only\n  hosts: [{name: ib0, devices: 1}, {name: ib1, devices: 1}]\n")
+    with Testbed(Topology(clusters=(hosts,)), TestbedOptions()) as bed:
+        fast = {host.name: host.nics[0].address for host in bed.layout.hosts}
+        for host, other in (("ib0", "ib1"), ("ib1", "ib0")):
+            code = swallow.replace("DESTINATION", repr(fast[other]))
+            bed.run([sys.executable, "-c", code], hosts=[host], check=True)
+        options = json.dumps({"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
+        results = bed.run([str(WORKER), str(tmp_path), options], processes_per_host=1, timeout_s=150)
+    output = "".join(result.output for result in results.values())
+    assert all(result.exit_code for result in results.values())
+    assert "UnreachableError: a group of 2 ranks cannot be connected" in output, output[-3000:]
+    for host, rank in (("ib0", 0), ("ib1", 1)):
+        assert f"rank {rank} on {host} (ib0 {fast[host]})" in output
+    for address in fast.values():
+        assert re.search(rf"it listens on {re.escape(address)}:\d{{4,5}}\b", output), output[-3000:]

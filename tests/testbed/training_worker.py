@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     """Train, and write what was found on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = HolmesStrategy(**options["strategy"])
+        strategy = HolmesStrategy(timeout=timedelta(seconds=options.get("timeout_s", 300)), **options["strategy"])
         trainer, watch = train(strategy=strategy, devices=1, num_nodes=options["num_nodes"])
     trainer.save_checkpoint(folder / "run.ckpt")
     assert isinstance(trainer.strategy, HolmesStrategy)
