@@ -45,6 +45,7 @@ _BATCH_HOOKS = {
 def check_arguments(
     *,
     pipeline_parallel_size: Any,
+    tensor_parallel_size: Any = 1,
     num_microbatches: Any,
     eval_num_microbatches: Any,
     num_chunks: Any,
@@ -60,6 +61,8 @@ def check_arguments(
     ):
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r} must be a whole number of at least 1")
     if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
         raise ConfigurationError(f"num_chunks={num_chunks!r} must be a whole number of at least 1")
     if backend not in (None, "gloo", "nccl"):

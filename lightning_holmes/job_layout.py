@@ -87,7 +87,12 @@ def find_topology(argument: str | Topology, job: Job) -> Topology:
 
 
 def lay_out_job(
-    topology: Topology, *, pipeline_parallel_size: int | Literal["auto"], num_chunks: int, job: Job
+    topology: Topology,
+    *,
+    pipeline_parallel_size: int | Literal["auto"],
+    num_chunks: int,
+    job: Job,
+    tensor_parallel_size: int = 1,
 ) -> JobLayout:
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
 
@@ -96,12 +101,17 @@ def lay_out_job(
     """
     notes = []
     if pipeline_parallel_size == "auto":
-        size, reason = choose_pipeline_size(topology)
+        size, reason = choose_pipeline_size(topology, tensor_parallel_size)
         hint = "" if size > 1 else "; for a pipeline give pipeline_parallel_size, or a topology with several clusters"
         notes.append(f"pipeline_parallel_size: {reason}{hint}")
     else:
         size = pipeline_parallel_size
-    placement = make_placement(topology, world_size=job.world_size, pipeline_parallel_size=size)
+    placement = make_placement(
+        topology,
+        world_size=job.world_size,
+        pipeline_parallel_size=size,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     if size == 1 and num_chunks > 1:
         raise ConfigurationError(
             f"num_chunks={num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
@@ -110,16 +120,22 @@ def lay_out_job(
     if crossing:
         notes.append(
             f"the data-parallel groups of pipeline rank {', '.join(map(str, crossing[:8]))} reach over several clusters, "
-            f"so their gradients cross between them. {alternatives(topology)}"
+            f"so their gradients cross between them. {alternatives(topology, tensor_parallel_size)}"
         )
     notes += topology.warnings
     chooser = None if job.inventory is None else TransportChooser(topology)
     transports = GroupTransports(chooser, rank=job.rank, backend=job.backend, user=job.user)
-    replicas = [placement.data_parallel_group(stage) for stage in range(size)]
-    pipelines = [placement.pipeline_group(replica) for replica in range(placement.data_parallel_size)]
+    replicas = [placement.data_parallel_group(stage, t) for stage in range(size) for t in range(tensor_parallel_size)]
+    columns = [(d, t) for d in range(placement.data_parallel_size) for t in range(tensor_parallel_size)]
+    pipelines = [placement.pipeline_group(*column) for column in columns]
+    tensors = [
+        placement.tensor_parallel_group(stage, replica)
+        for stage in range(size)
+        for replica in range(placement.data_parallel_size)
+    ]
     pairs = edge_pairs(size, num_chunks)
     edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
-    own = [group for group in (*replicas, *pipelines, *edges) if job.rank in group and len(group) > 1]
+    own = [group for group in (*replicas, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1]
     os.environ.update(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])
     agreement.compare_ranks({f"{name} ": value for name, value in job.user.facts().items()}, job.world_size)
@@ -143,21 +159,24 @@ def _warn_of_fallbacks(transports: GroupTransports, groups: Sequence[Sequence[in
 
 
 def build_device_mesh(layout: JobLayout, device_type: str) -> DeviceMesh:
-    """The placement as a DeviceMesh with the axes ``pipeline`` and ``data_parallel``. Every rank must call.
+    """The placement as a DeviceMesh with the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``. Every rank
+    must call.
 
     Its groups are those of the layout; an axis of one rank gets a group of one.
     """
     builder, groups = layout.groups.builder, layout.groups
     alone = None
-    if groups.pipeline is None or groups.data_parallel is None:
+    given = (groups.pipeline, groups.data_parallel, groups.tensor_parallel)
+    if None in given:
         for rank in range(layout.placement.world_size):
             made = builder.build_single(rank, f"holmes_single_{rank}")
             alone = made or alone
-    axes = [groups.pipeline or alone, groups.data_parallel or alone]
-    assert all(axis is not None for axis in axes)
+    axes = [group or alone for group in given]
+    placement = layout.placement
+    shape = (placement.pipeline_parallel_size, placement.data_parallel_size, placement.tensor_parallel_size)
     return DeviceMesh.from_group(
         [axis for axis in axes if axis is not None],
         device_type,
-        mesh=torch.tensor(layout.placement.grid),
-        mesh_dim_names=("pipeline", "data_parallel"),
+        mesh=torch.tensor(placement.grid).view(shape),
+        mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"),
     )

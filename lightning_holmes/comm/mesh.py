@@ -1,9 +1,10 @@
-"""The process groups of a placement: replicas, pipelines, and an edge for each ordered pair that talks.
+"""The process groups of a placement: replicas, tensor groups, pipelines, and an edge for each ordered pair that talks.
 
 Every rank must build them, in the same order.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,7 +110,10 @@ class GroupBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """One rank's groups; None where a group would have one member. ``builder`` makes further ones."""
+    """One rank's groups; None where a group would have one member. ``builder`` makes further ones.
+
+    ``tensor_edges``: for messages between the ranks of a tensor group; no tensors go over them.
+    """
 
     pipeline_rank: int
     data_parallel_rank: int
@@ -117,6 +121,9 @@ class ProcessGroups:
     data_parallel: dist.ProcessGroup | None
     edges: DistributedEdges | None
     builder: GroupBuilder
+    tensor_parallel_rank: int = 0
+    tensor_parallel: dist.ProcessGroup | None = None
+    tensor_edges: DistributedEdges | None = None
 
 
 def release(owned: list[dist.ProcessGroup]) -> None:
@@ -135,21 +142,28 @@ def build_process_groups(
 
     ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors.
     """
-    pipeline_rank, data_parallel_rank = placement.coordinate(builder.rank)
+    pipeline_rank, data_parallel_rank, tensor_parallel_rank = placement.coordinate(builder.rank)
     data_parallel = None
-    for stage_rank in range(placement.pipeline_parallel_size):
-        made = builder.build(placement.data_parallel_group(stage_rank), f"holmes_data_parallel_{stage_rank}")
-        data_parallel = made or data_parallel
+    for stage_rank, part in _product(placement.pipeline_parallel_size, placement.tensor_parallel_size):
+        ranks = placement.data_parallel_group(stage_rank, part)
+        data_parallel = builder.build(ranks, f"holmes_data_parallel_{stage_rank}_{part}") or data_parallel
+    tensor_parallel = tensor_messages = None
+    for stage_rank, replica in _product(placement.pipeline_parallel_size, placement.data_parallel_size):
+        ranks = placement.tensor_parallel_group(stage_rank, replica)
+        name = f"{stage_rank}_{replica}"
+        tensor_parallel = builder.build(ranks, f"holmes_tensor_parallel_{name}") or tensor_parallel
+        tensor_messages = builder.build(ranks, f"holmes_tensor_messages_{name}", on_host=True) or tensor_messages
     pipeline = messages = None
     outgoing: dict[int, dist.ProcessGroup] = {}
     incoming: dict[int, dist.ProcessGroup] = {}
-    for replica in range(placement.data_parallel_size):
-        ranks = placement.pipeline_group(replica)
-        pipeline = builder.build(ranks, f"holmes_pipeline_{replica}") or pipeline
-        messages = builder.build(ranks, f"holmes_messages_{replica}", on_host=True) or messages
+    for data, part in _product(placement.data_parallel_size, placement.tensor_parallel_size):
+        ranks = placement.pipeline_group(data, part)
+        name = f"{data}_{part}"
+        pipeline = builder.build(ranks, f"holmes_pipeline_{name}") or pipeline
+        messages = builder.build(ranks, f"holmes_messages_{name}", on_host=True) or messages
         for source, destination in sorted(set(pairs)):
-            name = f"holmes_edge_{replica}_{source}_{destination}"
-            made = builder.build_edge(ranks[source], ranks[destination], name)
+            edge = f"holmes_edge_{name}_{source}_{destination}"
+            made = builder.build_edge(ranks[source], ranks[destination], edge)
             if made is not None and ranks[source] == builder.rank:
                 outgoing[destination] = made
             elif made is not None:
@@ -157,11 +171,21 @@ def build_process_groups(
     edges = None
     if messages is not None:
         edges = DistributedEdges(
-            placement.pipeline_group(data_parallel_rank),
+            placement.pipeline_group(data_parallel_rank, tensor_parallel_rank),
             pipeline_rank,
             outgoing=outgoing,
             incoming=incoming,
             messages=messages,
+            device=builder.device,
+        )
+    tensor_edges = None
+    if tensor_messages is not None:
+        tensor_edges = DistributedEdges(
+            placement.tensor_parallel_group(pipeline_rank, data_parallel_rank),
+            tensor_parallel_rank,
+            outgoing={},
+            incoming={},
+            messages=tensor_messages,
             device=builder.device,
         )
     return ProcessGroups(
@@ -171,7 +195,14 @@ def build_process_groups(
         data_parallel=data_parallel,
         edges=edges,
         builder=builder,
+        tensor_parallel_rank=tensor_parallel_rank,
+        tensor_parallel=tensor_parallel,
+        tensor_edges=tensor_edges,
     )
+
+
+def _product(first: int, second: int) -> list[tuple[int, int]]:
+    return list(itertools.product(range(first), range(second)))
 
 
 def join_shared(
@@ -183,13 +214,13 @@ def join_shared(
     pipeline's own group.
     """
     joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for replica in range(placement.data_parallel_size):
-        ranks = placement.pipeline_group(replica)
+    for replica, part in _product(placement.data_parallel_size, placement.tensor_parallel_size):
+        ranks = placement.pipeline_group(replica, part)
         for members in sorted(set(shared)):
             if len(members) == len(ranks):
                 group = groups.pipeline if groups.builder.rank in ranks else None
             else:
-                name = f"holmes_shared_{replica}_{'_'.join(map(str, members))}"
+                name = f"holmes_shared_{replica}_{part}_{'_'.join(map(str, members))}"
                 group = groups.builder.build([ranks[m] for m in members], name)
             if group is not None:
                 joined[members] = group

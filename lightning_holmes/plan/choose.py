@@ -30,6 +30,7 @@ class PlanOptions:
     num_chunks: int
     partition: str | Sequence[int]
     layers: str
+    tensor_parallel_size: int = 1
 
 
 def make_plan(
@@ -80,6 +81,7 @@ def make_plan(
     return Plan(
         pipeline_parallel_size=size,
         data_parallel_size=placement.data_parallel_size,
+        tensor_parallel_size=placement.tensor_parallel_size,
         num_microbatches=num_microbatches,
         eval_num_microbatches=evaluation,
         schedule=options.schedule,
@@ -94,21 +96,28 @@ def make_plan(
 
 
 def _groups(placement: Placement, pairs: Sequence[tuple[int, int]], transports: Transports) -> list[GroupPlan]:
-    """The groups of more than one rank: replicas of each stage, pipelines, and their edges if those use something else."""
+    """The groups of more than one rank: replicas of each stage, its tensor groups, pipelines, and their edges if those use
+    something else."""
     found = []
-    if placement.data_parallel_size > 1:
-        for rank in range(placement.pipeline_parallel_size):
-            members = placement.data_parallel_group(rank)
-            found.append(
-                _group(f"data_parallel_{rank}", "data_parallel", members, "gradients of one stage", transports)
-            )
-    if placement.pipeline_parallel_size > 1:
+    tensor = placement.tensor_parallel_size
+    for rank in range(placement.pipeline_parallel_size if placement.data_parallel_size > 1 else 0):
+        for part in range(tensor):
+            members = placement.data_parallel_group(rank, part)
+            name = f"data_parallel_{rank}" + (f"_{part}" if tensor > 1 else "")
+            found.append(_group(name, "data_parallel", members, "gradients of one stage", transports))
+    for rank in range(placement.pipeline_parallel_size if tensor > 1 else 0):
         for replica in range(placement.data_parallel_size):
-            members = placement.pipeline_group(replica)
-            whole = _group(f"pipeline_{replica}", "pipeline", members, "between stages", transports)
+            members = placement.tensor_parallel_group(rank, replica)
+            name = f"tensor_parallel_{rank}_{replica}"
+            found.append(_group(name, "tensor_parallel", members, "inside the layers of one stage", transports))
+    for replica in range(placement.data_parallel_size if placement.pipeline_parallel_size > 1 else 0):
+        for part in range(tensor):
+            members = placement.pipeline_group(replica, part)
+            place = f"{replica}" + (f"_{part}" if tensor > 1 else "")
+            whole = _group(f"pipeline_{place}", "pipeline", members, "between stages", transports)
             found.append(whole)
             for source, destination in pairs:
-                name = f"edge_{replica}_{source}_{destination}"
+                name = f"edge_{place}_{source}_{destination}"
                 ends = (members[source], members[destination])
                 edge = _group(name, "pipeline", ends, f"activations, stage {source} to {destination}", transports)
                 if edge.transport != whole.transport:

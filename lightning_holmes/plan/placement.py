@@ -1,15 +1,16 @@
-"""Placement: which global rank stands at which coordinate of the pipeline x data-parallel grid.
+"""Placement: which global rank stands at which coordinate of the pipeline x data-parallel x tensor-parallel grid.
 
 It owns the order of the ranks. Groups of processes are built from it by comm.
 
     topology = Topology.single_cluster(num_hosts=1, devices_per_host=4)
     placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
     placement.grid                      # ((0, 1), (2, 3))
-    placement.coordinate(2)             # (1, 0): pipeline rank 1, data-parallel rank 0
+    placement.coordinate(2)             # (1, 0, 0): pipeline rank 1, data-parallel rank 0, tensor-parallel rank 0
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -19,9 +20,14 @@ from lightning_holmes.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """grid[pipeline_rank][data_parallel_rank] is a global rank; each rank from 0 on stands in it once."""
+    """grid[pipeline_rank] holds the global ranks of a stage, tensor group by tensor group; each rank from 0 on stands in
+    it once.
+
+    With tensor-parallel size t, grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank] is a rank.
+    """
 
     grid: tuple[tuple[int, ...], ...]
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for row in self.grid for rank in row)
@@ -29,6 +35,10 @@ class Placement:
             raise ConfigurationError(
                 f"placement {[list(row) for row in self.grid]}: the rows must be of one length and hold "
                 "every rank from 0 on once"
+            )
+        if self.tensor_parallel_size < 1 or len(self.grid[0]) % self.tensor_parallel_size:
+            raise ConfigurationError(
+                f"placement: rows of {len(self.grid[0])} ranks are not made of tensor groups of {self.tensor_parallel_size}"
             )
 
     @property
@@ -38,41 +48,51 @@ class Placement:
 
     @property
     def data_parallel_size(self) -> int:
-        """Columns of the grid."""
-        return len(self.grid[0])
+        """Tensor groups in a row of the grid: replicas of the model."""
+        return len(self.grid[0]) // self.tensor_parallel_size
 
     @property
     def world_size(self) -> int:
         """All ranks of the grid."""
-        return self.pipeline_parallel_size * self.data_parallel_size
+        return len(self.grid) * len(self.grid[0])
 
-    def coordinate(self, rank: int) -> tuple[int, int]:
-        """(pipeline_rank, data_parallel_rank) of a global rank."""
+    def coordinate(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline_rank, data_parallel_rank, tensor_parallel_rank) of a global rank."""
         for pipeline_rank, row in enumerate(self.grid):
             if rank in row:
-                return pipeline_rank, row.index(rank)
+                return pipeline_rank, *divmod(row.index(rank), self.tensor_parallel_size)
         raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this placement")
 
-    def pipeline_group(self, data_parallel_rank: int) -> tuple[int, ...]:
-        """The ranks of one pipeline, first stage first: one replica of the model."""
-        return tuple(row[data_parallel_rank] for row in self.grid)
+    def pipeline_group(self, data_parallel_rank: int, tensor_parallel_rank: int = 0) -> tuple[int, ...]:
+        """The ranks of one pipeline, first stage first; a replica of the model has one for each tensor-parallel rank."""
+        column = data_parallel_rank * self.tensor_parallel_size + tensor_parallel_rank
+        return tuple(row[column] for row in self.grid)
 
-    def data_parallel_group(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same stages and sum their gradients."""
-        return self.grid[pipeline_rank]
+    def data_parallel_group(self, pipeline_rank: int, tensor_parallel_rank: int = 0) -> tuple[int, ...]:
+        """The ranks that hold the same part of the same stages and sum their gradients."""
+        return self.grid[pipeline_rank][tensor_parallel_rank :: self.tensor_parallel_size]
+
+    def tensor_parallel_group(self, pipeline_rank: int, data_parallel_rank: int) -> tuple[int, ...]:
+        """The ranks that share the layers of a stage among them."""
+        first = data_parallel_rank * self.tensor_parallel_size
+        return self.grid[pipeline_rank][first : first + self.tensor_parallel_size]
 
 
-def make_placement(topology: Topology, *, world_size: int, pipeline_parallel_size: int) -> Placement:
-    """Lay the pipeline across the clusters and keep the gradients inside them.
+def make_placement(
+    topology: Topology, *, world_size: int, pipeline_parallel_size: int, tensor_parallel_size: int = 1
+) -> Placement:
+    """Lay the pipeline across the clusters, keep the gradients inside them and tensor groups inside a host.
 
-    Ranks are ordered by cluster, host and rank; with N ranks and p pipeline ranks, pipeline rank s holds the
-    ranks [s*N/p, (s+1)*N/p) of that order, and pipeline j is {j, j+N/p, ...} (Holmes, arXiv 2312.03549, its
-    groups with tensor-parallel size 1). A data-parallel group thus stays inside a cluster wherever N/p divides the
-    sizes of the clusters, and no other order does better. Clusters and hosts come in the order of the topology,
-    so that the launcher's numbering of nodes does not matter.
+    Ranks are ordered by cluster, host and rank; with N ranks, p pipeline ranks and t tensor-parallel ranks, tensor
+    groups are t consecutive ranks of a host, pipeline rank s holds the ranks [s*N/p, (s+1)*N/p) of that order,
+    its data-parallel groups stride by t inside it, and pipeline j is {j, j+N/p, ...} (Holmes, arXiv 2312.03549, its
+    groups). A data-parallel group thus stays inside a cluster wherever N/p divides the sizes of the clusters. Where it
+    does not, each cluster still gets as many stages of its own as it can hold, and what is left over makes up the
+    stages that cross: no order has fewer of those. Clusters and hosts come in the order of the topology, so that the
+    launcher's numbering of nodes does not matter.
 
-    Raises ConfigurationError if pipeline_parallel_size does not divide world_size, or if the topology has
-    another number of devices.
+    Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
+    of each host, or if the topology has another number of devices.
     """
     if topology.num_devices != world_size:
         sizes = ", ".join(f"{cluster.name}: {cluster.num_devices}" for cluster in topology.clusters)
@@ -80,26 +100,60 @@ def make_placement(topology: Topology, *, world_size: int, pipeline_parallel_siz
             f"{topology.described} has {topology.num_devices} devices ({sizes}), but the world size is "
             f"{world_size}; correct its hosts and devices, or Trainer(num_nodes=..., devices=...)"
         )
-    if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
-        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+    check_tensor_size(topology, tensor_parallel_size)
+    num_groups = world_size // tensor_parallel_size
+    if pipeline_parallel_size < 1 or num_groups % pipeline_parallel_size:
+        divisors = ", ".join(str(size) for size in range(1, num_groups + 1) if num_groups % size == 0)
+        world = f"the world size {world_size}"
+        if tensor_parallel_size > 1:
+            world = f"the {num_groups} tensor groups of {tensor_parallel_size} in {world}"
         raise ConfigurationError(
-            f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size}; "
-            f"these would: {divisors}"
+            f"pipeline_parallel_size={pipeline_parallel_size} does not divide {world}; these would: {divisors}"
         )
-    clusters = {cluster.name: index for index, cluster in enumerate(topology.clusters)}
-    hosts = {host.name: index for index, host in enumerate(topology.hosts)}
-    keys = [(clusters[cluster.name], hosts[host.name]) for cluster, host in topology.places()]
-    order = sorted(range(world_size), key=lambda rank: (keys[rank], rank))
+    hosts: dict[tuple[int, int], list[int]] = {}
+    cluster_places = {cluster.name: index for index, cluster in enumerate(topology.clusters)}
+    host_places = {host.name: index for index, host in enumerate(topology.hosts)}
+    for rank, (cluster, host) in enumerate(topology.places()):
+        hosts.setdefault((cluster_places[cluster.name], host_places[host.name]), []).append(rank)
+    ordered = [(cluster, rank) for (cluster, _), ranks in sorted(hosts.items()) for rank in ranks]
     size = world_size // pipeline_parallel_size
-    return Placement(tuple(tuple(order[stage * size : (stage + 1) * size]) for stage in range(pipeline_parallel_size)))
+    own: list[list[tuple[int, int]]] = []
+    left: list[tuple[int, int]] = []
+    for _, members in itertools.groupby(ordered, key=lambda place: place[0]):
+        ranks_of_cluster = list(members)
+        extra = len(ranks_of_cluster) % size
+        left += ranks_of_cluster[:extra]
+        own += _cut(ranks_of_cluster[extra:], size)
+    places = {rank: index for index, (_, rank) in enumerate(ordered)}
+    stages = sorted([*own, *_cut(left, size)], key=lambda stage: places[stage[0][1]])
+    return Placement(tuple(tuple(rank for _, rank in stage) for stage in stages), tensor_parallel_size)
 
 
-def choose_pipeline_size(topology: Topology) -> tuple[int, str]:
+def _cut(places: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    return [places[start : start + size] for start in range(0, len(places), size)]
+
+
+def check_tensor_size(topology: Topology, tensor_parallel_size: int) -> None:
+    """Raise ConfigurationError unless each host holds whole tensor groups."""
+    for host in topology.hosts:
+        if host.devices % tensor_parallel_size:
+            common = math.gcd(*(other.devices for other in topology.hosts))
+            fitting = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_parallel_size} does not divide the {host.devices} devices of host "
+                f"{host.name}: a tensor group stays inside a host; these sizes would fit every host: {fitting}"
+            )
+
+
+def choose_pipeline_size(topology: Topology, tensor_parallel_size: int = 1) -> tuple[int, str]:
     """The size of the pipeline for these clusters, and why.
 
     A stage has as many ranks as divide every cluster, so that no data-parallel group leaves its cluster: with
-    clusters of one size that is a stage for each cluster.
+    clusters of one size that is a stage for each cluster. Hosts hold whole tensor groups, and so do such stages.
+
+    Raises ConfigurationError if tensor_parallel_size does not divide the devices of each host.
     """
+    check_tensor_size(topology, tensor_parallel_size)
     sizes = [cluster.num_devices for cluster in topology.clusters]
     stage = math.gcd(*sizes)
     size = sum(sizes) // stage
@@ -107,22 +161,23 @@ def choose_pipeline_size(topology: Topology) -> tuple[int, str]:
         return size, f"{size}, one for each cluster"
     shown = ", ".join(f"{cluster.name}: {cluster.num_devices}" for cluster in topology.clusters[:8])
     reason = f"{size}: a stage of {stage} rank{'s' * (stage > 1)} divides every cluster ({shown})"
-    if stage == 1:
-        reason += "; no good layout, there are no replicas. " + alternatives(topology)
+    if stage == tensor_parallel_size:
+        reason += "; no good layout, there are no replicas. " + alternatives(topology, tensor_parallel_size)
     return size, reason
 
 
-def alternatives(topology: Topology) -> str:
+def alternatives(topology: Topology, tensor_parallel_size: int = 1) -> str:
     """What else could be done where the sizes of the clusters have no useful common divisor."""
     sizes = {cluster.name: cluster.num_devices for cluster in topology.clusters}
     total, smallest = sum(sizes.values()), min(sizes.values())
+    num_groups = total // tensor_parallel_size
     options = []
     extra = {name: size % smallest for name, size in sizes.items() if size % smallest}
-    if extra and smallest > 1:
+    if extra and smallest > tensor_parallel_size:
         spare = ", ".join(f"{count} of {name}" for name, count in extra.items())
         options.append(f"leave {spare} idle, for stages of {smallest} ranks")
     for size in (len(sizes), 2, 1):
-        if total % size == 0 and size < total and not any(f"={size} " in option for option in options):
+        if num_groups % size == 0 and size < num_groups and not any(f"={size} " in option for option in options):
             options.append(f"pipeline_parallel_size={size} (gradients cross clusters, over Ethernet)")
     return "Alternatives: " + "; ".join(options[:3])
 
@@ -134,7 +189,7 @@ def crossing_groups(placement: Placement, topology: Topology) -> list[int]:
 
 
 def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) -> tuple[str, ...]:
-    """The names of the clusters that a pipeline rank's data-parallel group touches, in topology order."""
+    """The names of the clusters that a pipeline rank's devices are in, in topology order."""
     places = topology.places()
-    touched = {places[rank][0].name for rank in placement.data_parallel_group(pipeline_rank)}
+    touched = {places[rank][0].name for rank in placement.grid[pipeline_rank]}
     return tuple(cluster.name for cluster in topology.clusters if cluster.name in touched)

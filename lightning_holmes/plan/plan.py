@@ -21,7 +21,7 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 
-Axis = Literal["pipeline", "data_parallel"]
+Axis = Literal["pipeline", "data_parallel", "tensor_parallel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,7 @@ class Plan:
     clusters: tuple[str, ...]
     groups: tuple[GroupPlan, ...] = ()
     notes: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         size = (self.placement.pipeline_parallel_size, self.placement.data_parallel_size)
@@ -62,6 +63,11 @@ class Plan:
             raise ConfigurationError(
                 f"plan: the placement is {size[0]} x {size[1]}, but pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} and data_parallel_size={self.data_parallel_size}"
+            )
+        if self.placement.tensor_parallel_size != self.tensor_parallel_size:
+            raise ConfigurationError(
+                f"plan: the placement has tensor groups of {self.placement.tensor_parallel_size}, but "
+                f"tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.partition.num_stages != self.num_stages:
             raise ConfigurationError(
@@ -82,7 +88,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.pipeline_parallel_size * self.data_parallel_size
+        return self.placement.world_size
 
     def stages_of(self, pipeline_rank: int) -> range:
         """The stages that a pipeline rank holds, one per chunk."""
@@ -104,7 +110,10 @@ class Plan:
     def from_yaml_text(cls, text: str, *, source: str = "plan") -> Plan:
         """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
         root = YamlNode.parse(text, source=source)
-        entries = root.mapping(required=[entry.name for entry in fields(cls)])
+        names = [entry.name for entry in fields(cls)]
+        names.remove("tensor_parallel_size")  # plans of before have none
+        entries = root.mapping(required=names, optional=["tensor_parallel_size"])
+        tensor = entries["tensor_parallel_size"].integer(minimum=1) if "tensor_parallel_size" in entries else 1
         return cls(
             pipeline_parallel_size=entries["pipeline_parallel_size"].integer(minimum=1),
             data_parallel_size=entries["data_parallel_size"].integer(minimum=1),
@@ -114,7 +123,10 @@ class Plan:
             num_chunks=entries["num_chunks"].integer(minimum=1),
             layers=entries["layers"].text(),
             partition=Partition(_read_integers(entries["partition"], minimum=1)),
-            placement=Placement(tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1))),
+            tensor_parallel_size=tensor,
+            placement=Placement(
+                tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1)), tensor
+            ),
             clusters=tuple(entry.text() for entry in entries["clusters"].items()),
             groups=tuple(_read_group(entry) for entry in entries["groups"].items()),
             notes=tuple(entry.text() for entry in entries["notes"].items()),

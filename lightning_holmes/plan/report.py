@@ -46,7 +46,7 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
         ]
         if parameter_counts is not None:
             cells.append(f"{sum(parameter_counts[stage] for stage in stages):,}")
-        cells.append(_spans(plan.placement.data_parallel_group(pipeline_rank)))
+        cells.append(_ranks_of(plan, pipeline_rank))
         table.add_row(*(Text(cell) for cell in cells))  # Text: brackets in names are not markup
     return table
 
@@ -77,10 +77,22 @@ def _print_item(console: Console, text: str) -> None:
     console.print(Padding(item, (0, 0, 0, 1), expand=False))
 
 
+def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
+    """A pipeline rank's global ranks; tensor groups stand in braces."""
+    placement = plan.placement
+    if plan.tensor_parallel_size == 1:
+        return _spans(placement.grid[pipeline_rank])
+    groups = [placement.tensor_parallel_group(pipeline_rank, data) for data in range(plan.data_parallel_size)]
+    shown = " ".join("{" + _spans(group) + "}" for group in groups[:_GROUPS_SHOWN])
+    more = len(groups) - _GROUPS_SHOWN
+    return f"{shown} and {more} more groups" if more > 0 else shown
+
+
 def _title(plan: Plan) -> str:
+    tensor = f" x tensor {plan.tensor_parallel_size}" if plan.tensor_parallel_size > 1 else ""
     chunks = f" with {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
     return (
-        f"Plan: pipeline {plan.pipeline_parallel_size} x data {plan.data_parallel_size}, "
+        f"Plan: pipeline {plan.pipeline_parallel_size} x data {plan.data_parallel_size}{tensor}, "
         f"{plan.schedule}{chunks}, {plan.num_microbatches} microbatches "
         f"(evaluation {plan.eval_num_microbatches})"
     )

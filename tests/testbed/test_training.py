@@ -91,8 +91,8 @@ def run(
         assert found["weights"] == pytest.approx(weights, rel=1e-6)
         assert found["grid"] == ranks[0]["grid"]
         names, coordinate = found["mesh"]
-        assert names == ["pipeline", "data_parallel"]
-        assert found["grid"][coordinate[0]][coordinate[1]] == found["rank"]
+        assert names == ["pipeline", "data_parallel", "tensor_parallel"]
+        assert found["grid"][coordinate[0]][coordinate[1]] == found["rank"] and coordinate[2] == 0
     return Outcome(ranks, list(order))
 
 
