@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.admission import compare_facts
 from lightning_holmes.comm.edges import Edges
+from lightning_holmes.pipeline.tape import is_absent
 from lightning_holmes.version import __version__
 
 TOPIC_RANDOM_STATE = 7
@@ -67,10 +68,11 @@ def broadcast_module(module: nn.Module, world_size: int) -> None:
     """Give all ranks rank 0's weights and buffers, so that replicas never start unequal.
 
     Only what differs is sent: with ``seed_everything`` nothing does, and a large module need not cross slow links.
+    Tensors that have no values yet are left alone; they must be the same on all ranks.
     """
     if world_size == 1:
         return
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_absent(t)]
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, [content_of(tensor) for tensor in tensors])
     with torch.no_grad():
@@ -90,6 +92,15 @@ def content_of(tensor: Tensor) -> str:
     for start in range(0, flat.numel(), _CHUNK):
         digest.update(flat[start : start + _CHUNK].cpu().numpy().data)
     return digest.hexdigest()
+
+
+def share_generators() -> None:
+    """Give all ranks rank 0's generators; for what is drawn before the ranks of a pipeline know each other."""
+    state: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    dist.broadcast_object_list(state, 0)
+    random.setstate(state[0][0])
+    np.random.set_state(state[0][1])
+    torch.set_rng_state(state[0][2])
 
 
 def share_random_state(edges: Edges | None) -> None:

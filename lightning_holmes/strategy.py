@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +48,7 @@ from lightning_holmes.optim.clip import global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.deferred import DeferredModule, has_absent_tensors
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.runner import loss_of
@@ -62,6 +63,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.torch_private import default_store
 
+_HELD = "_holmes_held_parameters"  # on a module built without memory, after a run: the parameters that this rank has
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
@@ -72,6 +74,8 @@ class HolmesStrategy(CheckpointingStrategy):
         topology: which devices form which cluster: a YAML file (see ``lightning_holmes.cluster.topology``), a
             ``Topology``, or "auto", one cluster of all devices.
         pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
+        tensor_parallel_size: ranks of a host that share each layer among them. The module shares its layers out in
+            ``configure_model``, by torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
         num_microbatches: into how many parts each training batch of a replica is dealt; "auto" is four a
             pipeline rank, as far as the batch reaches, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
@@ -102,6 +106,7 @@ class HolmesStrategy(CheckpointingStrategy):
         *,
         topology: str | Topology = "auto",
         pipeline_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
         schedule: Literal["auto", "1f1b", "gpipe", "interleaved_1f1b"] = "auto",
@@ -118,6 +123,7 @@ class HolmesStrategy(CheckpointingStrategy):
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, async_checkpoint=async_checkpoint)
         admission.check_arguments(
             pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             num_microbatches=num_microbatches,
             eval_num_microbatches=eval_num_microbatches,
             num_chunks=num_chunks,
@@ -128,6 +134,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._topology_argument = topology
         self._options = PlanOptions(
             pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             num_microbatches=num_microbatches,
             eval_num_microbatches=eval_num_microbatches,
             schedule=("interleaved_1f1b" if num_chunks > 1 else "1f1b") if schedule == "auto" else schedule,
@@ -159,6 +166,8 @@ class HolmesStrategy(CheckpointingStrategy):
         self._grad_sync: GradSync | None = None
         self._group_names: list[list[list[str]]] = []
         self._accumulating = False
+        self._deferred: DeferredModule | None = None
+        self._kept: dict[str, nn.Parameter] = {}
         self._base_seed = 0
         self._splitter = BatchSplitter()
         self._state_each_batch: frozenset[str] = frozenset()
@@ -287,6 +296,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._layout = lay_out_job(
                 topology,
                 pipeline_parallel_size=self._options.pipeline_parallel_size,
+                tensor_parallel_size=self._options.tensor_parallel_size,
                 num_chunks=self._options.num_chunks,
                 job=job,
             )
@@ -300,13 +310,41 @@ class HolmesStrategy(CheckpointingStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks by the axes ``pipeline`` and ``data_parallel``; a LightningModule reads it as ``self.device_mesh``.
+        """The ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; a LightningModule reads it as
+        ``self.device_mesh``.
 
         Known from ``configure_model`` on, where there is more than one process.
         """
         if self._device_mesh is None:
             raise HolmesError("the device mesh is made when the trainer sets up several processes; ask for it later")
         return self._device_mesh
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Run ``configure_model`` without giving its tensors memory: a rank later builds those that it holds.
+
+        Where it cannot run so (it reads weights by code of its own, say) it runs again, for real.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self.world_size > 1:
+            agreement.share_generators()
+        deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
+        before = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
+        try:
+            with deferred.building():
+                yield
+        except Exception as error:
+            vars(module).clear()
+            vars(module).update(before)
+            rank_zero_warn(
+                f"{type(module).__name__}.configure_model cannot run without memory, so each process builds the whole "
+                f"module ({type(error).__name__}: {error})"
+            )
+            with self.precision_plugin.module_init_context():
+                module.configure_model()
+        if has_absent_tensors(module):
+            self._deferred = deferred
 
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
@@ -323,9 +361,11 @@ class HolmesStrategy(CheckpointingStrategy):
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             admission.check_run(module, trainer, self.precision_plugin, is_pipeline=is_pipeline)
+        self._defer_what_is_absent(module)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        with nullcontext() if self._deferred is None else self._deferred.building():
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
         layout = self._layout
         assert self._groups is not None and layout is not None
         self._base_seed = self.broadcast(agreement.choose_seed())
@@ -356,6 +396,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._plan.stages_of(self._groups.pipeline_rank),
             self.root_device,
         )
+        self._build_local_parameters(module)
         self._load_saved_weights()
         self._print_plan()
         if fitting:
@@ -392,6 +433,37 @@ class HolmesStrategy(CheckpointingStrategy):
         agreement.share_random_state(self._groups.edges)
         self._state.watch()
 
+    def _defer_what_is_absent(self, module: "pl.LightningModule") -> None:
+        """Take over parameters without values: of ``configure_model``, on the meta device, or left out by a run before."""
+        held = vars(module).get(_HELD)
+        if held is not None or (self._deferred is None and has_absent_tensors(module)):
+            self._deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
+        if self._deferred is not None:
+            self._deferred.adopt(module)
+        if held is not None and self._deferred is not None:
+            # all of them for now, so that every rank compares the same tensors; what is held comes back
+            self._kept = {n: p for n, p in module.named_parameters() if n in held}
+            self._deferred.forget({n for n, _ in module.named_parameters()})
+
+    def _build_local_parameters(self, module: "pl.LightningModule") -> None:
+        """Give memory to what this rank's stages need of a module that was built without."""
+        if self._deferred is None:
+            return
+        assert self._pipeline is not None
+        local = self._pipeline.local_parameters
+        read = getattr(module, "read_weights", None)
+        if vars(module).pop(_HELD, None) is not None:
+            kept, self._kept = self._kept, {}
+            lacking = sorted(local - set(kept))
+            if lacking and self._saved_weights is None:
+                raise ConfigurationError(
+                    f"rank {self.global_rank} needs {lacking[0]}, which it did not hold in the run before, and a module "
+                    f"built without memory is not brought together at its end: run with the same layout, or give the "
+                    f"run's checkpoint as ckpt_path"
+                )
+            read = lambda names: {n: kept[n].detach() for n in names if n in kept}  # noqa: E731
+        self._deferred.materialise(local, read, overwritten=self._saved_weights is not None)
+
     def _answer_sigterm_between_batches(self, trainer: "pl.Trainer") -> None:
         """Let SIGTERM set a flag only: Lightning's handler broadcasts in the midst of a batch, while other stages wait
         for this one. Before each batch Lightning tells all ranks whether rank 0 has been asked to end."""
@@ -424,17 +496,19 @@ class HolmesStrategy(CheckpointingStrategy):
             batch = self.precision_plugin.convert_input(batch)
             batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
-        return learn(
-            self.lightning_module,
-            samples,
-            self._options,
-            pipeline_parallel_size=self._placement.pipeline_parallel_size,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            device=self.root_device,
-            splitter=self._splitter,
-            context=self._step_context,
-        )
+        traced = self._deferred is not None and self.is_global_zero
+        with self._deferred.stand_ins() if traced else nullcontext():  # type: ignore[union-attr]
+            return learn(
+                self.lightning_module,
+                samples,
+                self._options,
+                pipeline_parallel_size=self._placement.pipeline_parallel_size,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                device=self.root_device,
+                splitter=self._splitter,
+                context=self._step_context,
+            )
 
     def _print_plan(self) -> None:
         assert self._pipeline is not None and self._plan is not None and self.lightning_module is not None
@@ -719,8 +793,13 @@ class HolmesStrategy(CheckpointingStrategy):
         """Give every rank the whole trained module again, unless the run has failed."""
         if self._pipeline is not None:
             self._pipeline.uninstall()
-            if not self._failed and self._groups is not None and self._plan is not None:
-                ranks = self._plan.placement.pipeline_group(self._groups.data_parallel_rank)
+            if self._deferred is not None and self._pipeline.structure is not None:
+                # larger than a process, perhaps: each keeps its part, and says so
+                vars(self._pipeline.module)[_HELD] = frozenset(self._pipeline.local_parameters)
+            elif not self._failed and self._groups is not None and self._plan is not None:
+                ranks = self._plan.placement.pipeline_group(
+                    self._groups.data_parallel_rank, self._groups.tensor_parallel_rank
+                )
                 owners = {s: ranks[s % len(ranks)] for s in range(self._plan.num_stages)}
                 with self._explaining():
                     checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
@@ -734,7 +813,7 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._grad_buffer is not None:
             self._grad_buffer.close()
             self._grad_buffer = None
-        self._driver = self._state = None
+        self._driver = self._state = self._deferred = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

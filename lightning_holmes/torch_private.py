@@ -11,21 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "async_value",
     "attention_flop_formulas",
+    "collective_group",
     "default_store",
     "fake_mode_of",
     "gloo_device",
     "gloo_group",
     "is_backend_registered",
     "is_batch_norm",
+    "local_tensor",
     "nccl_options",
     "operator_name",
+    "set_local_tensor",
     "tensor_version",
+    "without_modes",
     "written_arguments",
 ]
 
@@ -108,6 +113,32 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.is_inference() else tensor._version
 
 
+def local_tensor(tensor: Any) -> Tensor:
+    """The part of a DTensor on this rank, outside of autograd and without waiting for it."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Put ``local`` in the place of a DTensor's part on this rank, as FSDP2 does; its ``data`` setter leaves it alone."""
+    tensor._local_tensor = local
+
+
+def async_value(tensor: Tensor) -> Tensor:
+    """The tensor that a functional collective fills; ``tensor`` itself if it comes from none."""
+    kind = dist._functional_collectives.AsyncCollectiveTensor
+    return tensor.elem if isinstance(tensor, kind) else tensor
+
+
+def collective_group(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The name of the group that a functional collective talks in; None for one that only waits, or no such operator."""
+    given = {
+        a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
+    }
+    name = given.get("group_name")
+    return None if name is None else str(name)
+
+
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Where torch.distributed.checkpoint's reader finds the bytes of a value."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -119,6 +150,11 @@ def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
     """The mode that a fake tensor was made under; None for a real one."""
     found = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     return found.fake_mode if isinstance(found, FakeTensor) else None
+
+
+def without_modes() -> Any:
+    """A context in which no dispatch mode, fake tensors' among them, sees what runs."""
+    return _disable_current_modes()
 
 
 def attention_flop_formulas() -> dict[Any, Any]:

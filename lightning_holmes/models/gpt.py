@@ -103,6 +103,9 @@ class GPT(LightningModule):
 
     `learning_rate` rises linearly over `warmup_steps`, then falls along a cosine to `min_learning_rate_ratio`
     of its peak at the last step of the run. Parameters with one dimension are not decayed.
+
+    With `defer_init` the layers are made by `configure_model`, which the trainer calls: under HolmesStrategy a process
+    then allocates its own layers only, and initial weights depend on the seed and their names.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class GPT(LightningModule):
         warmup_steps: int = 20,
         betas: tuple[float, float] = (0.9, 0.95),
         tie_embeddings: bool = False,
+        defer_init: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -149,15 +153,27 @@ class GPT(LightningModule):
         self.warmup_steps = warmup_steps
         self.betas = betas
 
-        self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.rotary = RotaryEmbedding(hidden_size // num_heads)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(hidden_size, bias=False)
-        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tie_embeddings:
+        self._is_built = False
+        if not defer_init:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        """Make the layers, if they are not there yet."""
+        if self._is_built:
+            return
+        shape = self.hparams
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.rotary = RotaryEmbedding(shape.hidden_size // shape.num_heads)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.layers = nn.ModuleList(
+            Block(shape.hidden_size, shape.num_heads, shape.dropout) for _ in range(shape.num_layers)
+        )
+        self.norm = nn.LayerNorm(shape.hidden_size, bias=False)
+        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.apply(self._init_weights)
+        self._is_built = True
 
     def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's: normal with 0.02, residual projections divided by sqrt(2 * num_layers)."""

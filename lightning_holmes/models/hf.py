@@ -22,6 +22,7 @@ Shapes: B samples, S positions, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ from torch.nn import functional as F
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.models.optimizer import build_adamw
+from lightning_holmes.models.pretrained import PretrainedFolder
+from lightning_holmes.torch_private import fake_mode_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,6 +50,10 @@ class HFCausalLM(LightningModule):
     random weights, or `pretrained` (a folder) for saved ones. Weights are kept in `dtype`, a name in torch;
     Lightning's `precision` decides what is computed in. `attn_implementation` is transformers' ("eager",
     "sdpa", ...).
+
+    A pretrained model is loaded when the trainer, or whoever uses it, first needs it: under HolmesStrategy a process
+    reads only the weights of its layers. With `defer_init` random weights are made then, too, for models larger than
+    one process; they depend on the seed and their names.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class HFCausalLM(LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
         betas: tuple[float, float] = (0.9, 0.95),
+        defer_init: bool = False,
     ) -> None:
         super().__init__()
         betas = (betas[0], betas[1])
@@ -76,31 +84,99 @@ class HFCausalLM(LightningModule):
         options: dict[str, Any] = {"dtype": torch_dtype, "trust_remote_code": False}
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
-        if pretrained is not None:
-            self.model = _load_pretrained(pretrained, options)
-        else:
-            hf_config = _build_config(config)
+        self._pretrained, self._options = pretrained, options
+        self._gradient_checkpointing = gradient_checkpointing
+        self._folder: PretrainedFolder | None = None
+        self._names_in_files: dict[str, str] = {}
+        hf_config = _read_config(pretrained) if pretrained is not None else _build_config(config)
+        if pretrained is None:
             config = hf_config.to_dict()  # plain data: checkpoints stay readable with weights_only=True
-            self.model = _build_from_config(hf_config, options)
-        self.save_hyperparameters()
-        text_config = self.model.config.get_text_config()
-        if getattr(text_config, "output_router_logits", False):
+        if getattr(hf_config.get_text_config(), "output_router_logits", False):
             raise ConfigurationError(
                 "output_router_logits=True asks for a router loss, which depends on how a batch is split "
                 "into microbatches. HFCausalLM trains on the token loss alone: set it to False."
             )
-        # A cache would hand keys and values past the hidden state, and training has no use for it.
-        self.model.config.use_cache = False
-        text_config.use_cache = False
-        if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        # from_pretrained returns a model in evaluation mode, and Trainer.fit leaves modes as they are.
-        self.model.train()
+        self._hf_config = hf_config
+        self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.min_learning_rate_ratio = min_learning_rate_ratio
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.betas = betas
+        self._is_built = False
+        if pretrained is None and not defer_init:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        """Build the model, if it is not there yet: the trainer calls this, and so does the first use without one.
+
+        Under HolmesStrategy nothing is allocated here; a process later builds its own layers, or reads their weights.
+        """
+        if self._is_built:
+            return
+        self._is_built = True
+        try:
+            self._build()
+        except BaseException:
+            self._is_built = False
+            raise
+
+    def _build(self) -> None:
+        if self._pretrained is None:
+            model = _build_from_config(self._hf_config, self._options)
+        elif fake_mode_of(torch.empty(0)) is not None:  # tensors take no memory now
+            folder = PretrainedFolder(self._pretrained)
+            model = _build_from_config(self._hf_config, self._options)
+            self._folder, self._names_in_files = folder, folder.match(model)
+        else:
+            model = _load_pretrained(self._pretrained, self._options)
+        # A cache would hand keys and values past the hidden state, and training has no use for it.
+        model.config.use_cache = False
+        model.config.get_text_config().use_cache = False
+        if self._gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # from_pretrained returns a model in evaluation mode, and Trainer.fit leaves modes as they are.
+        model.train(self.training)
+        self.model = model
+
+    def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Those of this module's parameters and buffers `names` that lie in the pretrained folder, read from it.
+
+        HolmesStrategy asks for what a process holds.
+        """
+        if self._folder is None:
+            return {}
+        places = {n: self._names_in_files.get(n.removeprefix("model.")) for n in names}
+        wanted = {n: place for n, place in places.items() if place is not None}
+        values = self._folder.read(list(dict.fromkeys(wanted.values())))
+        return {n: values[place] for n, place in wanted.items()}
+
+    # What looks at the parts of the module before the trainer has built it builds it.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model" and self.__dict__.get("_is_built") is False:
+            self.configure_model()
+        return super().__getattr__(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.configure_model()
+        return super().named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.configure_model()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.configure_model()
+        return super().load_state_dict(*args, **kwargs)
+
+    def apply(self, fn: Any) -> Any:
+        self.configure_model()
+        return super().apply(fn)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.configure_model()
+        return super()._apply(fn, recurse)
 
     def forward(self, **inputs: Any) -> Tensor:
         """Logits (B, S, V)."""
@@ -211,12 +287,21 @@ def _build_from_config(config: Any, options: dict[str, Any]) -> Any:
         ) from error
 
 
-def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
+def _read_config(folder: str) -> Any:
     if not Path(folder, "config.json").is_file():
         raise ConfigurationError(
             f"pretrained={folder!r}: there is no file {Path(folder, 'config.json')} (from {Path.cwd()}). "
             "Give a local folder that save_pretrained wrote; nothing is downloaded."
         )
+    try:
+        return _import_transformers().AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error
+
+
+def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
     try:
         return _import_transformers().AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError) as error:

@@ -1,0 +1,85 @@
+"""A folder of safetensors as `save_pretrained` writes it, read one weight at a time.
+
+    folder = PretrainedFolder("llama")
+    folder.read(["model.norm.weight"])      # opens the file that holds it, reads that part of it
+
+Needs the extra: `pip install lightning-holmes[hf]`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_holmes.errors import ConfigurationError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SHOWN = 5
+
+
+class PretrainedFolder:
+    """The weights of one folder by the names in its files; `files[name]` is the file's name."""
+
+    def __init__(self, folder: str) -> None:
+        from safetensors import safe_open
+
+        self.folder = Path(folder)
+        self.files: dict[str, str] = {}
+        if (self.folder / _INDEX).is_file():
+            weight_map = json.loads((self.folder / _INDEX).read_text())["weight_map"]
+            self.files = {str(name): Path(str(file)).name for name, file in weight_map.items()}
+        elif (self.folder / _SINGLE).is_file():
+            with safe_open(self.folder / _SINGLE, framework="pt") as opened:
+                self.files = dict.fromkeys(opened.keys(), _SINGLE)
+        else:
+            raise ConfigurationError(f"pretrained={folder!r} has no safetensors files, so it cannot be read in parts")
+
+    def match(self, model: Any) -> dict[str, str]:
+        """For each parameter and saved buffer of a Hugging Face `model`, its name in the files.
+
+        Raises:
+            ConfigurationError: the files name weights in another way than the model, so that transformers converts
+                them on loading; or the model is quantised.
+        """
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ConfigurationError(f"the weights in {self.folder} are quantised")
+        prefix = f"{model.base_model_prefix}."
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            aliases.setdefault(id(tensor), []).append(name)
+        found, missing, used = {}, [], set()
+        for names in aliases.values():
+            saved = [n for n in names if n in self.files]
+            saved += [n.removeprefix(prefix) for n in names if n.removeprefix(prefix) in self.files]
+            if saved:
+                found.update(dict.fromkeys(names, saved[0]))
+                used.update(saved)
+            else:
+                missing.append(names[0])
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        further = [n for n in self.files if n not in used and not any(p.search(n) for p in ignored)]
+        if missing or further:
+            raise ConfigurationError(
+                f"the files in {self.folder} lack {missing[:_SHOWN]} and have {further[:_SHOWN]}, which the model does not "
+                "name so"
+            )
+        return found
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """The weights `names`, named as in the files."""
+        from safetensors import safe_open
+
+        values: dict[str, Tensor] = {}
+        for file in sorted({self.files[name] for name in names}):
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for name in names:
+                    if self.files[name] == file:
+                        # the file is mapped: a copy, so that its pages do not stay in use
+                        values[name] = opened.get_tensor(name).clone()
+        return values

@@ -1,0 +1,223 @@
+"""A module whose parameters have no memory yet: built by ``configure_model``, or on the meta device.
+
+Owns which of its tensors are still absent, stand-ins for tracing it, and building those that a rank holds. How one
+tensor is built is tape.py's; what a stage holds is for stage.py to say.
+
+    deferred = DeferredModule(seed, device)
+    with deferred.building():
+        module.configure_model()                       # no memory
+    deferred.adopt(module)
+    with deferred.stand_ins(): trace_step(module, ...)  # parameters of the right shapes in little memory
+    deferred.materialise({"layers.0.weight"}, read=None)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline.stage import placeholder
+from lightning_holmes.pipeline.tape import Tape, is_absent
+from lightning_holmes.torch_private import fake_mode_of
+
+_SMALL = 1 << 14  # parameters of so few elements stand in for themselves: norms, biases
+_SHOWN = 10
+
+
+def has_absent_tensors(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of ``module`` has no values yet."""
+    return any(is_absent(t) for t in (*module.parameters(), *module.buffers()))
+
+
+class DeferredModule:
+    """The absent tensors of one module.
+
+    Args:
+        seed: of initial weights, the same on all ranks.
+        device: where tensors that were built on the meta device shall live.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.module: nn.Module | None = None
+        self._tape = Tape(seed, device)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """What is built inside takes no memory; precision and device may be changed inside, too."""
+        with self._tape.recording():
+            yield
+
+    def adopt(self, module: nn.Module) -> None:
+        """Take ``module`` over, and let it initialise what it holds on the meta device.
+
+        By ``initialize_weights`` of a Hugging Face model, ``reset_parameters`` of its parts, ``_init_weights`` of whatever
+        contains them.
+        """
+        self.module = module
+        self._blank([t for _, t in _named_tensors(module) if t.is_meta and fake_mode_of(t) is None])
+        for name, tensor in _named_tensors(module):
+            self._tape.names.setdefault(self._tape.key(tensor), name)
+        with self._tape.recording():
+            self._initialise(module)
+
+    def forget(self, names: set[str]) -> None:
+        """Make the parameters ``names`` absent, with no value that anything gives them."""
+        assert self.module is not None
+        self._blank([p for n, p in self.module.named_parameters() if n in names])
+
+    def _blank(self, tensors: Sequence[Tensor]) -> None:
+        """Let tensors that nobody recorded be absent ones that somebody may fill."""
+        assert self.module is not None
+        with self._tape.recording():
+            made = [torch.empty(t.shape, dtype=t.dtype, device=self.device if t.is_meta else t.device) for t in tensors]
+        _replace(self.module, [(old, _like(new, old)) for old, new in zip(tensors, made, strict=True)])
+
+    def _initialise(self, module: nn.Module) -> None:
+        for part in _outermost(module, "initialize_weights"):
+            # built on meta, it has left its parameters as nn.Linear and the like initialise them
+            tensors = [t for _, t in _named_tensors(part)]
+            if tensors and all(is_absent(t) and (t.device.type == "meta" or not self._is_written(t)) for t in tensors):
+                part.initialize_weights()
+        for owner in module.modules():
+            own = [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if is_absent(t)]
+            if own and not all(self._is_written(t) for t in own):
+                reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+                if callable(reset):
+                    reset()
+                initialise = _initialiser(module, owner)
+                if initialise is not None:
+                    initialise(owner)
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return not is_absent(tensor) or self._tape.is_written(tensor)
+
+    def unset(self, names: set[str]) -> list[str]:
+        """The absent parameters among ``names`` and all absent buffers that nothing gives a value."""
+        assert self.module is not None
+        parameters = {n for n, _ in self.module.named_parameters()}
+        return [n for n, t in _named_tensors(self.module) if (n not in parameters or n in names) and not self._is_written(t)]
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Inside, absent parameters are real ones of the same shape, type and names. Large ones repeat one column, and so
+        take little memory."""
+        module = self.module
+        assert module is not None
+        replaced = []
+        for _, tensor in _named_tensors(module):
+            if is_absent(tensor):
+                replaced.append((tensor, _like(self._stand_in(tensor), tensor)))
+        _replace(module, replaced)
+        try:
+            yield
+        finally:
+            _replace(module, [(real, tensor) for tensor, real in replaced])
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        small = tensor.numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
+        if small and self._is_written(tensor):
+            return self._tape.realise(tensor)
+        device = self.device if tensor.device.type == "meta" else tensor.device
+        rows = tensor.shape[0] if tensor.ndim else 1
+        column = torch.linspace(-0.03, 0.03, rows, device=device).to(tensor.dtype)
+        return column.view(rows, *[1] * (tensor.ndim - 1)).expand(tensor.shape) if tensor.ndim else column.view(())
+
+    def materialise(
+        self,
+        names: set[str],
+        read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None,
+        *,
+        overwritten: bool = False,
+    ) -> None:
+        """Build the parameters ``names`` and all buffers; other absent parameters become placeholders.
+
+        Args:
+            read: gives values for some of the names it is asked for, say from a file.
+            overwritten: all values come from elsewhere later (a checkpoint), so none need be set.
+
+        Raises:
+            UnsupportedModuleError: nothing initialises a tensor; names them.
+        """
+        module = self.module
+        assert module is not None
+        absent = [(n, t) for n, t in _named_tensors(module) if is_absent(t)]
+        parameters = {n for n, t in absent if isinstance(t, nn.Parameter)}
+        given = dict(read([n for n, _ in absent if n in names or n not in parameters])) if read is not None else {}
+        unset = [name for name in self.unset(names) if name not in given]
+        if unset and not overwritten:
+            more = f" and {len(unset) - _SHOWN} more" if len(unset) > _SHOWN else ""
+            raise UnsupportedModuleError(
+                f"{type(module).__name__} was built without memory, and nothing gives {', '.join(unset[:_SHOWN])}{more} a "
+                f"value: initialise it where it is made, or give its module reset_parameters() or _init_weights(module)"
+            )
+        built = []
+        for name, tensor in absent:
+            device = self.device if tensor.device.type == "meta" else tensor.device
+            if name in parameters and name not in names:
+                real = placeholder(torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+            elif name in given:
+                value = given.pop(name)
+                if value.shape != tensor.shape:
+                    raise UnsupportedModuleError(
+                        f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}"
+                    )
+                real = value.to(device, tensor.dtype)
+            elif self._is_written(tensor):
+                real = self._tape.realise(tensor)
+            else:
+                real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            built.append((tensor, _like(real, tensor)))
+        _replace(module, built)
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, each once."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _replace(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put the second tensor of each pair wherever ``module`` holds the first."""
+    new = {id(old): tensor for old, tensor in pairs}
+    for owner in module.modules():
+        for values in (owner._parameters, owner._buffers):
+            for key, value in values.items():
+                if id(value) in new:
+                    values[key] = new[id(value)]  # type: ignore[assignment]
+
+
+def _like(real: Tensor, tensor: Tensor) -> Tensor:
+    """``real`` as what ``tensor`` is, a parameter or not, with what was set on it."""
+    if not isinstance(tensor, nn.Parameter):
+        return real
+    made = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    for key, value in vars(tensor).items():
+        if not key.startswith("_") and key not in _FAKE_ATTRIBUTES:
+            setattr(made, key, value)
+    return made
+
+
+_FAKE_ATTRIBUTES = frozenset({"fake_device", "fake_mode", "constant", "real_tensor", "nonzero_memo", "item_memo"})
+
+
+def _outermost(module: nn.Module, method: str) -> list[Any]:
+    found: list[Any] = []
+    prefixes: list[str] = []
+    for name, part in module.named_modules():
+        if callable(getattr(part, method, None)) and not any(name.startswith(p) for p in prefixes):
+            found.append(part)
+            prefixes.append(f"{name}." if name else "")
+    return found
+
+
+def _initialiser(module: nn.Module, part: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights`` of the innermost module that contains ``part`` and has one."""
+    found = None
+    for owner in module.modules():
+        own = getattr(owner, "_init_weights", None)
+        if callable(own) and any(child is part for child in owner.modules()):
+            found = own
+    return found

@@ -1,0 +1,203 @@
+"""Building tensors later: what a constructor does to tensors without memory is written down and done for some of them.
+
+Under a :class:`Tape` and a fake tensor mode, ``nn.Linear(...)`` allocates nothing and draws nothing. The tape keeps
+every operator, and :meth:`Tape.realise` runs those that one tensor came from. Random ones are seeded by the name given
+to the tensor's memory, so that a weight does not depend on which others are built.
+
+    tape = Tape(seed=1)
+    with tape.recording():
+        layer = nn.Linear(4096, 4096)           # no memory
+    tape.names[tape.key(layer.weight)] = "layer.weight"
+    weight = tape.realise(layer.weight)         # the values that its reset_parameters gives
+
+Memory is what is followed: views are made anew from offset and strides. The idea is torchdistX's deferred init.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_torch
+from lightning_holmes.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_mode_of,
+    operator_name,
+    without_modes,
+    written_arguments,
+)
+
+_OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::random_"})
+_NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One operator as it was called; its results; the memory it made and the memory it wrote."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    made: set[int]
+    written: set[int]
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: a fake one, or one on the meta device."""
+    return tensor.is_meta or fake_mode_of(tensor) is not None
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the operators on tensors without memory; those between real tensors run as ever.
+
+    Args:
+        seed: of all random values.
+        device: where tensors that were built on the meta device shall live.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed = seed
+        self.device = device
+        self.names: dict[int, str] = {}
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._operations: list[_Operation] = []
+        self._history: dict[int, list[int]] = {}  # memory -> the operations that made and wrote it
+        self._kept: list[Any] = []  # an id is that of a living object
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Tensors made inside take no memory."""
+        with self.mode, self:
+            yield
+
+    def key(self, tensor: Tensor) -> int:
+        """What identifies a tensor's memory."""
+        return id(tensor.untyped_storage())
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether anything gave the tensor's memory a value."""
+        history = self._history.get(self.key(tensor), [])
+        return any("empty" not in operator_name(self._operations[index].function) for index in history)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = tree.tensors_of((args, kwargs))
+        absent = [t for t in inputs if is_absent(t)]
+        if inputs and not absent:
+            with without_modes():
+                return func(*args, **kwargs)
+        if any(tag in func.tags for tag in _NEEDS_VALUES):
+            with without_modes():
+                args, kwargs = tree.map_tensors(self._value, (args, kwargs))
+                return func(*args, **kwargs)
+        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
+        if any(not is_absent(t) for t in written):
+            raise UnsupportedModuleError(f"{operator_name(func)} writes values that are not there yet into a real tensor")
+        output = func(*args, **kwargs)
+        known = {self.key(t) for t in inputs}
+        results = tree.tensors_of(output)
+        made = {self.key(t) for t in results} - known
+        changed = {self.key(t) for t in written}
+        if made or changed:
+            index = len(self._operations)
+            for key in made | changed:
+                self._history.setdefault(key, []).append(index)
+            self._kept += [t.untyped_storage() for t in (*results, *written)]
+            kept = [t.detach() if isinstance(t, torch.nn.Parameter) else t for t in results]
+            self._operations.append(_Operation(func, tuple(args), dict(kwargs), kept, made, changed))
+        return output
+
+    # building
+
+    def realise(self, tensor: Tensor) -> Tensor:
+        """A real tensor with the values that the recorded operators give this one; one that is real is returned."""
+        with without_modes(), torch.no_grad(), preserved_random_state(self.device):
+            return self._value(tensor)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        if not is_absent(tensor):
+            return tensor
+        memory: dict[int, torch.UntypedStorage] = {}
+        for index in sorted(self._needed(self.key(tensor))):
+            self._repeat(index, memory)
+        return self._view(tensor, memory)
+
+    def _needed(self, key: int) -> set[int]:
+        """The operations that the final value of this memory comes from."""
+        needed: set[int] = set()
+        looked: dict[int, int] = {}
+        waiting = [(key, len(self._operations))]
+        while waiting:
+            key, until = waiting.pop()
+            if looked.get(key, -1) >= until:
+                continue
+            looked[key] = until
+            history = [index for index in self._history.get(key, []) if index < until]
+            for place in range(len(history) - 1, -1, -1):
+                if self._overwrites(self._operations[history[place]], key):
+                    history = [history[0], *history[place:]] if place else history  # what made it, and from here on
+                    break
+            for index in history:
+                if index not in needed:
+                    needed.add(index)
+                    operation = self._operations[index]
+                    absent = [t for t in tree.tensors_of((operation.args, operation.kwargs)) if is_absent(t)]
+                    waiting += [(self.key(t), index) for t in absent]
+        return needed
+
+    def _overwrites(self, operation: _Operation, key: int) -> bool:
+        if operator_name(operation.function) not in _OVERWRITES:
+            return False
+        target = operation.args[0]
+        return self.key(target) == key and target.numel() * target.element_size() == target.untyped_storage().nbytes()
+
+    def _repeat(self, index: int, memory: dict[int, torch.UntypedStorage]) -> None:
+        operation = self._operations[index]
+        args, kwargs = tree.map_tensors(lambda t: self._view(t, memory), (operation.args, operation.kwargs))
+        schema = {argument.name for argument in operation.function._schema.arguments}
+        if "device" in schema and operation.results:
+            kwargs["device"] = self._place(operation.results[0])
+        if "dtype" in schema and operation.results:
+            kwargs["dtype"] = operation.results[0].dtype
+        if torch.Tag.nondeterministic_seeded in operation.function.tags:
+            self._seed(index, operation)
+        results = tree.tensors_of(operation.function(*args, **kwargs))
+        for then, now in zip(operation.results, results, strict=True):
+            key = self.key(then)
+            if key not in operation.made or key in memory:
+                continue
+            if now.stride() != then.stride() or now.storage_offset() != then.storage_offset():
+                now = torch.empty_strided(then.shape, then.stride(), dtype=then.dtype, device=now.device).copy_(now)
+            memory[key] = now.untyped_storage()
+
+    def _seed(self, index: int, operation: _Operation) -> None:
+        """Seed by the name of the memory that is filled and how often it was; what has no name, by its place here."""
+        for key in sorted(operation.made | operation.written, key=lambda k: self._history[k][0]):
+            if key in self.names:
+                digest = hashlib.blake2b(self.names[key].encode(), digest_size=8).digest()
+                parts = int.from_bytes(digest, "little"), self._history[key].index(index)
+                break
+        else:
+            parts = 0, index
+        seed_torch(derive_seed(self.seed, *parts), self._place(operation.results[0]))
+
+    def _view(self, tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> Tensor:
+        if not is_absent(tensor):
+            return tensor
+        storage = memory.get(self.key(tensor))
+        if storage is None:
+            raise UnsupportedModuleError(f"a tensor of shape {tuple(tensor.shape)} has come from nowhere")
+        empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _place(self, tensor: Tensor) -> torch.device:
+        return self.device if tensor.device.type == "meta" else tensor.device

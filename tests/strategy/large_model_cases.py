@@ -1,0 +1,195 @@
+"""What the tests of models larger than a process run in their processes, and plainly in one."""
+
+import gc
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.models import GPT, HFCausalLM
+
+VOCABULARY, SEQUENCE = 256, 16
+SEED = 11
+
+
+class Windows(Dataset):
+    """Token windows that a shift makes labels of."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (SEQUENCE,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Regressor(pl.LightningModule):
+    """Built by configure_model as people write it: initialised in place, buffers computed, a copy, a number read."""
+
+    def __init__(self, on_meta: bool = False) -> None:
+        super().__init__()
+        self.on_meta = on_meta
+        self.layers: Any = None
+
+    def configure_model(self) -> None:
+        if self.layers is not None:
+            return
+        with torch.device("meta") if self.on_meta else torch.device("cpu"):
+            self.stem = nn.Linear(4, 8)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(float(rate)))
+                for rate in torch.linspace(0.0, 0.2, 4).tolist()
+            )
+            self.token = nn.Parameter(torch.zeros(8))
+            self.head = nn.Linear(8, 8)
+        nn.init.trunc_normal_(self.token, std=0.1)
+        nn.init.orthogonal_(self.head.weight) if not self.on_meta else None
+        with torch.no_grad():
+            self.head.bias.copy_(self.stem.bias)
+        self.register_buffer("scale", 10.0 ** -(torch.arange(8) / 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale + self.token
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ReadsValues(Regressor):
+    """Its configure_model cannot run without memory: NumPy looks at what it has made."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.largest = float(self.head.weight.detach().numpy().max())
+
+
+class Unset(Regressor):
+    """Holds a parameter that nothing initialises."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.gain = nn.Parameter(torch.empty(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+def trainer(holmes: dict[str, Any] | None, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1 if holmes is None else int(os.environ.get("WORLD_SIZE", 1)),
+        strategy="auto" if holmes is None else HolmesStrategy(**holmes),
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **({"max_epochs": 1} | options),
+    )
+
+
+def regression() -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 4, generator=generator)
+    return DataLoader(torch.utils.data.TensorDataset(x, torch.randn(16, 8, generator=generator)), 8)
+
+
+def build(name: str, folder: str) -> Any:
+    pl.seed_everything(SEED, verbose=False)
+    if name == "gpt":
+        return GPT(hidden_size=16, num_layers=4, num_heads=2, sequence_length=SEQUENCE, defer_init=True, warmup_steps=1)
+    if name == "pretrained":
+        return HFCausalLM(pretrained=str(Path(folder) / "small"), warmup_steps=1, learning_rate=0.01)
+    if name == "hf":
+        return HFCausalLM(config=str(Path(folder) / "small"), defer_init=True)
+    return {"plain_code": Regressor, "reads_values": ReadsValues, "unset": Unset, "meta": lambda: Regressor(True)}[name]()
+
+
+def held(strategy: Any, module: nn.Module) -> set[str]:
+    """Names of the parameters that this rank has values of."""
+    pipeline = strategy._pipeline or strategy._ended
+    return set(pipeline.local_parameters)
+
+
+class Start(pl.Callback):
+    """Keeps the weights and buffers with which a run begins, as far as this rank holds them."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        mine = held(trainer.strategy, pl_module) if isinstance(trainer.strategy, HolmesStrategy) else None
+        for name, value in [*pl_module.named_parameters(), *pl_module.named_buffers()]:
+            if mine is None or name in mine or name in dict(pl_module.named_buffers()):
+                self.weights[name] = value.detach().clone()
+
+
+def fit(name: str, folder: str, holmes: dict[str, Any] | None) -> dict[str, Any]:
+    """Fit and then validate twice with the same trainer; the start and the losses."""
+    module, start = build(name, folder), Start()
+    loader = regression() if isinstance(module, Regressor) else DataLoader(Windows(16), 8)
+    run = trainer(holmes, callbacks=[start], max_epochs=2)
+    losses: list[float] = []
+    try:
+        run.fit(module, loader, loader)
+        losses.append(float(run.callback_metrics["val_loss"]))
+        for _ in range(2):
+            losses.append(run.validate(module, loader, verbose=False)[0]["val_loss"])
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"start": start.weights, "losses": losses}
+
+
+def fit_all(payload: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {name: fit(name, payload["folder"], payload["holmes"]) for name in payload["cases"]}
+
+
+def memory_mb(field: str) -> float:
+    """A line of /proc/self/status in MB: VmRSS now, VmHWM at its highest since it was reset."""
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"{field}:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
+
+
+def measure(payload: dict[str, Any]) -> dict[str, float]:
+    """Growth of this rank's peak memory, MB, while it validates each model; nothing but imports and a toy run before."""
+    torch.set_num_threads(1)
+    fit("gpt", payload["folder"], payload["holmes"])  # what is imported and connected only once
+    grown = {}
+    for name in payload["models"]:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory_mb("VmRSS")
+        pl.seed_everything(SEED, verbose=False)
+        if name == "configure_model":
+            module: Any = GPT(
+                hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True
+            )
+        else:
+            module = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
+        trainer(payload["holmes"]).validate(module, DataLoader(Windows(4), 4), verbose=False)
+        grown[name] = memory_mb("VmHWM") - before
+        del module
+    return grown
