@@ -37,6 +37,8 @@ from lightning_holmes.checkpointing import CheckpointingStrategy
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.coordinate import publish_coordinate
+from lightning_holmes.comm import sharded
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared, release
 from lightning_holmes.comm.transport import UserSettings
@@ -44,9 +46,10 @@ from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
-from lightning_holmes.optim.clip import global_grad_norm
+from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
+from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.deferred import DeferredModule, has_absent_tensors
 from lightning_holmes.pipeline.module_state import ModuleState
@@ -166,6 +169,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._grad_sync: GradSync | None = None
         self._group_names: list[list[list[str]]] = []
         self._accumulating = False
+        self._copies_checked = False
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
         self._base_seed = 0
@@ -250,6 +254,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._connect()
         with self._explaining():
             self._lay_out()
+        publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
 
     def _connect(self) -> None:
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
@@ -329,6 +334,9 @@ class HolmesStrategy(CheckpointingStrategy):
         assert module is not None
         if self.world_size > 1:
             agreement.share_generators()
+        if self._options.tensor_parallel_size > 1:
+            yield  # for real: parallelize_module sends each rank its part of a tensor
+            return
         deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
         before = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
         try:
@@ -372,8 +380,10 @@ class HolmesStrategy(CheckpointingStrategy):
         if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
             self._base_seed = self._saved_seed
         self._saved_seed = None
-        agreement.broadcast_module(module, self.world_size)
-        agreement.share_random_state(self._groups.edges)
+        sharded.check_axes([*module.named_parameters(), *module.named_buffers()], self._device_mesh)
+        place = self._placement.coordinate(0)
+        agreement.broadcast_module(module, self.world_size, self._groups, place[:2])
+        agreement.share_random_state(self._groups)
         lesson = self._learn(trainer)
         structure = lesson.structure
         self._plan = make_plan(
@@ -422,6 +432,7 @@ class HolmesStrategy(CheckpointingStrategy):
             device=self.root_device,
             broadcast_batch=self._broadcast_batch,
             splitter=self._splitter,
+            tensor_edges=self._groups.tensor_edges,
         )
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
@@ -430,7 +441,7 @@ class HolmesStrategy(CheckpointingStrategy):
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
         self._same_metrics_everywhere(module)
-        agreement.share_random_state(self._groups.edges)
+        agreement.share_random_state(self._groups)
         self._state.watch()
 
     def _defer_what_is_absent(self, module: "pl.LightningModule") -> None:
@@ -497,13 +508,14 @@ class HolmesStrategy(CheckpointingStrategy):
             batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
         traced = self._deferred is not None and self.is_global_zero
+        place = self._placement.coordinate(0)[:2]
         with self._deferred.stand_ins() if traced else nullcontext():  # type: ignore[union-attr]
             return learn(
                 self.lightning_module,
                 samples,
                 self._options,
                 pipeline_parallel_size=self._placement.pipeline_parallel_size,
-                rank=self.global_rank,
+                traces=self.is_global_zero or self._placement.coordinate(self.global_rank)[:2] == place,
                 world_size=self.world_size,
                 device=self.root_device,
                 splitter=self._splitter,
@@ -552,7 +564,9 @@ class HolmesStrategy(CheckpointingStrategy):
         # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
         reduced = self.data_parallel_size > 1 or bool(shared)
-        self._grad_buffer = GradBuffer(parameters, flat=reduced or (low and self.world_size > 1))
+        split = any(map(sharded.is_sharded, parameters.values()))
+        self._grad_buffer = GradBuffer(parameters, flat=reduced or split or (low and self.world_size > 1))
+        self._copies_checked = False
         groups = join_shared(self._groups, self._placement, list(shared))
         self._grad_sync = GradSync(
             self._grad_buffer,
@@ -561,25 +575,30 @@ class HolmesStrategy(CheckpointingStrategy):
         )
 
     def _take_over_clipping(self) -> None:
-        """Make Lightning's clipping by norm use the norm over all stages."""
+        """Make Lightning's clipping by norm use the norm over all stages, and know of sharded gradients."""
         plugin = self.precision_plugin
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
             parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
             norm = self.global_grad_norm(plugin.main_params(optimizer))
-            if parameters:
-                torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+            clip_by_norm(parameters, clip_val, norm)
 
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        if sharded.has_sharded_parameters(self.lightning_module):  # type: ignore[arg-type]
+            plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value(  # type: ignore[method-assign]
+                list(plugin.main_params(optimizer)), clip_val
+            )
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
-        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's); all ranks must call."""
+        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
+        call."""
         assert self._pipeline is not None and self._groups is not None and self.lightning_module is not None
         owned = {id(p) for n, p in self.lightning_module.named_parameters() if self._pipeline.is_owner(n)}
         return global_grad_norm(
             parameters,
             counts=lambda p: id(p) in owned,
             pipeline_group=self._groups.pipeline,
+            tensor_group=self._groups.tensor_parallel,
             device=self.root_device,
         )
 
@@ -743,6 +762,9 @@ class HolmesStrategy(CheckpointingStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._explaining():
+            if not self._copies_checked and self._groups is not None:
+                self._copies_checked = True
+                check_replicated(self._grad_buffer, self._groups.tensor_parallel, self.root_device)
             if not self._accumulating:
                 self._grad_sync.start_grad_sync()
                 self._grad_sync.finish_grad_sync()
@@ -817,6 +839,7 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        publish_coordinate(None)
         super().teardown()
         self._keeper.finish(failed=self._failed, alone=self.world_size == 1)
 

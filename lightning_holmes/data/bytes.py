@@ -73,6 +73,7 @@ class FileBytes(WindowDataModule):
         val_fraction: float = 0.05,
         num_workers: int = 0,
         seed: int = 0,
+        shift_labels: bool = True,
     ) -> None:
         super().__init__(
             sequence_length=sequence_length,
@@ -80,6 +81,7 @@ class FileBytes(WindowDataModule):
             val_fraction=val_fraction,
             num_workers=num_workers,
             seed=seed,
+            shift_labels=shift_labels,
         )
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths:

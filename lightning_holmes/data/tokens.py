@@ -88,6 +88,7 @@ class TokenFile(WindowDataModule):
         val_fraction: float = 0.01,
         num_workers: int = 0,
         seed: int = 0,
+        shift_labels: bool = True,
     ) -> None:
         super().__init__(
             sequence_length=sequence_length,
@@ -95,6 +96,7 @@ class TokenFile(WindowDataModule):
             val_fraction=val_fraction,
             num_workers=num_workers,
             seed=seed,
+            shift_labels=shift_labels,
         )
         if dtype not in ("uint16", "uint32"):
             raise ConfigurationError(f"dtype={dtype!r} is not a token dtype: give 'uint16' or 'uint32'.")

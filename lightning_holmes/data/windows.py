@@ -4,7 +4,8 @@ Owns the map-style data set over non-overlapping windows, the split into trainin
 the data loaders. Where the tokens come from is left to `FileBytes` and `TokenFile`.
 
 Every item is `{"input_ids": (S,), "labels": (S,)}`, both int64; the labels are already shifted, so
-`labels[i]` is the token that follows `input_ids[i]`.
+`labels[i]` is the token that follows `input_ids[i]`. With `shift_labels=False` there are no labels: a model that
+shifts them itself, like every Hugging Face one and `HFCausalLM`, learns the input.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class TokenSource(Protocol):
 class TokenWindows(Dataset[dict[str, Tensor]]):
     """The windows numbered `indices` of a token source: window `i` begins at token `i * sequence_length`."""
 
-    def __init__(self, source: TokenSource, indices: Tensor, sequence_length: int) -> None:
+    def __init__(
+        self, source: TokenSource, indices: Tensor, sequence_length: int, *, shift_labels: bool = True
+    ) -> None:
         self.source = source
         self.indices = indices
         self.sequence_length = sequence_length
+        self.shift_labels = shift_labels
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -45,7 +49,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self.indices[index]) * self.sequence_length
         tokens = self.source.read(start, start + self.sequence_length + 1)
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]} if self.shift_labels else {"input_ids": tokens[:-1]}
 
 
 class WindowDataModule(LightningDataModule):
@@ -57,7 +61,14 @@ class WindowDataModule(LightningDataModule):
     """
 
     def __init__(
-        self, *, sequence_length: int, batch_size: int, val_fraction: float, num_workers: int, seed: int
+        self,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+        shift_labels: bool,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -77,6 +88,7 @@ class WindowDataModule(LightningDataModule):
         self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.seed = seed
+        self.shift_labels = shift_labels
         self._loader: CountingLoader | None = None
         self._resumed: dict[str, Any] | None = None
         self.train_windows: TokenWindows | None = None
@@ -93,6 +105,8 @@ class WindowDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self.train_windows is not None:
             return
+        if self.trainer is not None:
+            check_labels(self.trainer.lightning_module, shifted=self.shift_labels)
         source = self.build_source()
         num_windows = (len(source) - 1) // self.sequence_length
         num_val_windows = 0
@@ -109,8 +123,9 @@ class WindowDataModule(LightningDataModule):
         order = torch.randperm(num_windows, generator=torch.Generator().manual_seed(self.seed))
         train_indices = order[num_val_windows:].sort().values
         val_indices = order[:num_val_windows].sort().values
-        self.train_windows = TokenWindows(source, train_indices, self.sequence_length)
-        self.val_windows = TokenWindows(source, val_indices, self.sequence_length)
+        shift = self.shift_labels
+        self.train_windows = TokenWindows(source, train_indices, self.sequence_length, shift_labels=shift)
+        self.val_windows = TokenWindows(source, val_indices, self.sequence_length, shift_labels=shift)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         assert self.train_windows is not None, "setup() comes first"
@@ -155,4 +170,13 @@ class WindowDataModule(LightningDataModule):
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+        )
+
+
+def check_labels(module: Any, *, shifted: bool) -> None:
+    """Refuse labels that would be shifted twice: a model would learn the token after the next. Raises ConfigurationError."""
+    if shifted and getattr(module, "shifts_labels", False):
+        raise ConfigurationError(
+            f"shift_labels=True shifts the labels, and {type(module).__name__} shifts them again: give the data module "
+            "shift_labels=False."
         )

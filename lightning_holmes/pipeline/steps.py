@@ -58,6 +58,7 @@ class StepDriver:
         schedule, num_chunks: which schedule trains; evaluation runs its forwards.
         broadcast_batch: the first stage's batch replaces those of the others.
         splitter: shared by all steps, since it learns from earlier batches.
+        tensor_edges: to the other ranks of the tensor group, which run the same stages on the same batches.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class StepDriver:
         device: torch.device,
         broadcast_batch: bool = False,
         splitter: BatchSplitter | None = None,
+        tensor_edges: Edges | None = None,
     ) -> None:
         module = pipeline.module
         assert isinstance(module, LightningModule)
         self.module = module
         self.pipeline = pipeline
         self.edges = edges
+        self.tensor_edges = tensor_edges
         self.schedule = schedule
         self.num_chunks = num_chunks
         self.device = device
@@ -165,8 +168,9 @@ class StepDriver:
         if message != batches.checksum(batch):
             raise ConfigurationError(
                 f"pipeline rank {edges.rank} has another batch than pipeline rank 0 of the same replica: every stage "
-                f"needs the same samples. A data set that shards itself should do so by the data-parallel coordinate, "
-                f"and random augmentation should draw from torch's, NumPy's or Python's default generators; or set "
+                f"needs the same samples. A data set that shards itself should do so not by the rank, but by the data-parallel "
+                f"coordinate, which lightning_holmes.data.data_parallel_coordinate() gives in its __iter__, and random "
+                f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
                 f"broadcast_batch=True, so that the first stage loads and the others receive"
             )
         return batch
