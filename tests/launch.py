@@ -6,13 +6,19 @@ The function is named "module:function" with a module of the tests; it is called
 process, where Lightning finds rank and world size in the environment. Nothing is left running.
 """
 
+import contextlib
 import importlib
+import json
 import os
 import pickle
+import random
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,47 +70,128 @@ def launch_raw(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload").write_bytes(pickle.dumps((target, payload)))
-    port, processes = free_port(), []
+    port, pids = free_port(), {}
     started = time.monotonic()
-    logs = [(folder / f"log{rank}").open("w+b") for rank in range(world_size)]
+    for rank in range(world_size):
+        env = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        env |= environment(rank) if environment is not None else {}
+        pids[rank] = _nursery().start(folder, rank, env)
+    ended: dict[int, float] = {}
     try:
-        for rank in range(world_size):
-            env = os.environ | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "OMP_NUM_THREADS": "1",
-                "TORCHELASTIC_RUN_ID": "test",
-                "PYTHONPATH": os.pathsep.join([str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir())]),
-            }
-            env |= environment(rank) if environment is not None else {}
-            command = [sys.executable, str(TESTS / "launch.py"), str(folder)]
-            processes.append(subprocess.Popen(command, env=env, stdout=logs[rank], stderr=subprocess.STDOUT))
-        ended: dict[int, float] = {}
         while len(ended) < world_size and time.monotonic() - started < timeout_s:
-            for rank, process in enumerate(processes):
-                if rank not in ended and process.poll() is not None:
+            for rank in pids:
+                if rank not in ended and (folder / f"exit{rank}").exists():
                     ended[rank] = time.monotonic() - started
             time.sleep(0.02)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(timeout=20)
-        for log in logs:
-            log.close()
+        for rank, pid in pids.items():
+            if rank not in ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     return [
         Worker(
-            exit_code=process.returncode if rank in ended else None,
+            exit_code=int((folder / f"exit{rank}").read_text()) if rank in ended else None,
             output=(folder / f"log{rank}").read_text(errors="replace"),
             seconds=ended.get(rank, timeout_s),
         )
-        for rank, process in enumerate(processes)
+        for rank in pids
     ]
+
+
+class Nursery:
+    """A process that has imported torch, Lightning and this package, and forks the workers.
+
+    The imports are most of what a short run costs. It ends, with its workers, when this process does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "launch.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can start workers."""
+        return self._process.poll() is None
+
+    def start(self, folder: Path, rank: int, env: dict[str, str]) -> int:
+        """Start a worker for what is written in ``folder``; its process id."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            print(json.dumps({"folder": str(folder), "rank": rank, "env": env}), file=self._process.stdin, flush=True)
+            return int(self._process.stdout.readline())
+
+
+_nurseries: list[Nursery] = []
+_nurseries_lock = threading.Lock()
+
+
+def _nursery() -> Nursery:
+    """This process's own, made when the first worker is wanted."""
+    with _nurseries_lock:
+        if not _nurseries or not _nurseries[0].alive:
+            _nurseries[:] = [Nursery()]
+        return _nurseries[0]
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork a worker for each line of standard input, and write down how each ended. Returns what a worker is to do."""
+    for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
+        importlib.import_module(name)
+    workers: dict[int, Path] = {}
+    buffer = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.02 if workers else None)
+        while workers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            path = workers.pop(pid)
+            path.with_suffix(".part").write_text(str(os.waitstatus_to_exitcode(status)))
+            path.with_suffix(".part").rename(path)
+        if not readable:
+            continue
+        data = os.read(0, 1 << 20)
+        if not data:
+            break
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                return order  # type: ignore[no-any-return]
+            workers[pid] = Path(order["folder"]) / f"exit{order['rank']}"
+            print(pid, flush=True)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
+    """In the forked process: an environment, a log and random numbers of its own."""
+    log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(env)
+    random.seed()
+    sys.modules["numpy"].random.seed()
 
 
 def _work(folder: Path) -> None:
@@ -115,5 +202,9 @@ def _work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))
-    _work(Path(sys.argv[1]))
+    sys.modules["launch"] = sys.modules["__main__"]
+    sys.path[:0] = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir())]
+    work = _serve()
+    if work is not None:
+        _become_worker(**work)
+        _work(Path(work["folder"]))
