@@ -20,7 +20,7 @@ from lightning_holmes.checkpoint.saving import FolderSave
 
 STATE_BYTES = 1_000_000_000
 TENSORS = 16
-REPEATS = 3
+REPEATS = 5
 
 
 def _seconds(run: Any) -> float:
@@ -44,10 +44,13 @@ def throughput(folder: str) -> dict[str, list[float]]:
     keepers = {way: CheckpointKeeper(distributed=True, background=way == "stall") for way in ("save", "stall")}
     own, new = Path(folder) / f"plain{rank}.pt", Path(folder) / f"new{rank}.pt"
 
-    def plain(path: Path, *, sync: bool) -> None:
-        torch.save(part, path)
-        if sync:
-            sync_file(path)
+    def plain_in_place() -> None:
+        torch.save(part, own)
+
+    def plain_replaced() -> None:
+        torch.save(part, new)
+        sync_file(new)
+        os.replace(new, own)
 
     def save(way: str) -> None:
         target = Path(folder) / f"{way}.ckpt"
@@ -61,11 +64,8 @@ def throughput(folder: str) -> dict[str, list[float]]:
         assert all(torch.equal(read[name][:9], part[name][:9]) for name in part)
 
     ways: dict[str, Any] = {
-        # a file that is written over has its blocks and pages already, which a save that keeps the old one cannot have
-        "plain save over the old file": lambda: plain(own, sync=False),
-        "plain save over the old file, on disk": lambda: plain(own, sync=True),
-        "plain save to a new file": lambda: plain(new, sync=False),
-        "plain save to a new file, on disk": lambda: plain(new, sync=True),
+        "plain save in place": plain_in_place,
+        "plain save to a new file that takes the old one's place": plain_replaced,
         "save": lambda: save("save"),
         "stall": lambda: save("stall"),
         "plain load": lambda: torch.load(own),
@@ -74,7 +74,6 @@ def throughput(folder: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(REPEATS + 1):
         for way, run in ways.items():
-            new.unlink(missing_ok=True)
             seconds = _seconds(run)
             if number > 0:  # the first round makes staging memory and imports
                 found[way].append(seconds)
