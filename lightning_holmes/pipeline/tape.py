@@ -112,7 +112,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for key in made | changed:
                 self._history.setdefault(key, []).append(index)
             self._kept += [t.untyped_storage() for t in (*results, *written)]
-            kept = [t.detach() if isinstance(t, torch.nn.Parameter) else t for t in results]
+            # views: the tensors themselves may be given other memory, by .data or Module.to
+            args, kwargs, kept = tree.map_tensors(_view_of_absent, (args, kwargs, results))
             self._operations.append(_Operation(func, tuple(args), dict(kwargs), kept, made, changed))
         return output
 
@@ -201,3 +202,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self, tensor: Tensor) -> torch.device:
         return self.device if tensor.device.type == "meta" else tensor.device
+
+
+def _view_of_absent(tensor: Tensor) -> Tensor:
+    return tensor.detach() if is_absent(tensor) else tensor
