@@ -1,4 +1,4 @@
-"""What the recipes train: a small GPT, and any Hugging Face causal language model."""
+"""What the recipes train: a small GPT, and any Hugging Face causal language model, whole or by adapters."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,8 +6,9 @@ from lightning_holmes.models.gpt import GPT
 
 if TYPE_CHECKING:
     from lightning_holmes.models.hf import HFCausalLM
+    from lightning_holmes.models.lora import LoRACausalLM
 
-__all__ = ["GPT", "HFCausalLM"]
+__all__ = ["GPT", "HFCausalLM", "LoRACausalLM"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from lightning_holmes.models.hf import HFCausalLM
 
         return HFCausalLM
+    if name == "LoRACausalLM":
+        from lightning_holmes.models.lora import LoRACausalLM
+
+        return LoRACausalLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

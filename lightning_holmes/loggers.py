@@ -1,0 +1,166 @@
+"""What a run leaves behind in its loggers: its configuration, its plan, and Weights & Biases without an account or network.
+
+    Trainer(logger=WandbLogger(project="mine"), callbacks=[RunRecord()])
+
+Owns which facts go to loggers, and whether W&B goes online. Metrics go there by `self.log`; those of the machine (CPU,
+memory, GPUs) W&B collects by itself.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_holmes.plan.plan import Plan
+
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class WandbLogger(LightningWandbLogger):
+    """Lightning's WandbLogger, offline unless someone is logged in and the server answers.
+
+    Nothing is asked for and nothing hangs: without a key, or if the server does not answer within five seconds, the
+    run is kept in `save_dir`, and `wandb sync` uploads it later. WANDB_MODE, where it is set, decides instead; so does
+    `offline`, unless it is None. Further options are Lightning's and those of `wandb.init`.
+
+    It is decided on rank 0, when the run begins.
+    """
+
+    def __init__(self, offline: bool | None = None, **options: Any) -> None:
+        super().__init__(offline=bool(offline), **options)
+        self._is_decided = offline is not None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None and not self._is_decided:
+            self._is_decided = True
+            reason = None if "WANDB_MODE" in os.environ else why_offline()
+            if reason is not None:
+                rank_zero_info(
+                    f"W&B: {reason}; the run stays offline in {self.save_dir}, `wandb sync` uploads it later"
+                )
+                self._wandb_init["mode"] = "offline"
+                if self._log_model:
+                    rank_zero_warn("W&B: log_model is left out, since the run is offline")
+                    self._log_model = False
+        return super().experiment
+
+
+def why_offline() -> str | None:
+    """Why a run cannot be uploaded; None if it can."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if not is_logged_in(settings):
+        return "nobody is logged in"
+    if not _answers(settings.base_url):
+        return f"{settings.base_url} does not answer"
+    return None
+
+
+def is_logged_in(settings: Any) -> bool:
+    """Whether there is a key for the server, in the environment or where `wandb login` keeps it. Nothing is asked for."""
+    if settings.api_key or os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(settings.base_url).hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc.netrc(path).authenticators(host) is not None:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _answers(url: str) -> bool:
+    """Whether anything at all, also an error page, comes back soon; names that nobody resolves take no longer either."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=_ANSWER_TIMEOUT_S):
+                answered.set()
+        except urllib.error.HTTPError:
+            answered.set()
+        except (OSError, ValueError):
+            pass
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER_TIMEOUT_S)
+    return answered.is_set()
+
+
+class RunRecord(Callback):
+    """Gives every logger the configuration and the plan, when fit begins.
+
+    W&B gets both in its config, and the plan as a table; TensorBoard gets both as text; CSVLogger's folder gets plan.yaml
+    (config.yaml is there). `lightning-holmes fit` does this by itself.
+    """
+
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        self.config = config
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        plan = getattr(trainer.strategy, "plan", None)
+        for logger in trainer.loggers:
+            if isinstance(logger, LightningWandbLogger):
+                self._to_wandb(logger, plan)
+            elif isinstance(logger, TensorBoardLogger):
+                self._to_tensorboard(logger, plan)
+            elif isinstance(logger, CSVLogger) and plan is not None:
+                Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
+                plan.save(Path(logger.log_dir) / "plan.yaml")
+
+    def _to_wandb(self, logger: LightningWandbLogger, plan: Plan | None) -> None:
+        facts: dict[str, Any] = {} if self.config is None else {"config": self.config}
+        if plan is not None:
+            facts["plan"] = yaml.safe_load(plan.to_yaml())
+        logger.experiment.config.update(facts, allow_val_change=True)
+        if plan is not None:
+            columns, *rows = plan_rows(plan)
+            logger.log_table("plan", columns=columns, data=rows)
+
+    def _to_tensorboard(self, logger: TensorBoardLogger, plan: Plan | None) -> None:
+        writer: Any = logger.experiment
+        if self.config is not None:
+            text = yaml.safe_dump(self.config, sort_keys=False)
+            writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+        if plan is not None:
+            columns, *rows = plan_rows(plan)
+            lines = [columns, ["---"] * len(columns), *rows]
+            writer.add_text("plan", "\n".join("|" + "|".join(line) + "|" for line in lines))
+
+
+def plan_rows(plan: Plan) -> list[list[str]]:
+    """The printed table of a plan, as text: the names of its columns, then a row for each pipeline rank."""
+    rows = [["pipeline rank", "cluster", "stages", f"layers of {plan.layers}", "global ranks"]]
+    for rank in range(plan.pipeline_parallel_size):
+        stages = plan.stages_of(rank)
+        rows.append(
+            [
+                str(rank),
+                plan.clusters[rank],
+                ", ".join(map(str, stages)),
+                ", ".join(" ".join(map(str, plan.partition.layers_of(stage))) for stage in stages),
+                " ".join(map(str, plan.placement.grid[rank])),
+            ]
+        )
+    return rows

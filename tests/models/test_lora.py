@@ -1,0 +1,69 @@
+"""LoRACausalLM: what learns, what is saved, and that peft reads the adapters."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_holmes.errors import ConfigurationError
+
+peft = pytest.importorskip("peft", reason="needs the extra: pip install lightning-holmes[lora]")
+
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+
+from lightning_holmes.models import LoRACausalLM  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_adapters_learn_and_peft_reads_them(folder, tmp_path):
+    torch.manual_seed(1)
+    module = LoRACausalLM(pretrained=str(folder), rank=2, learning_rate=0.05)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(0, 23, (4, 9), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(module.eval()(input_ids=ids), base(ids).logits)  # B begins at zero
+    module.train()
+    trained = {n for n, p in module.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in n for n in trained) and len(trained) == 2 * 7 * 2  # 7 matrices of 2 layers
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=10,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader([{"input_ids": row} for row in ids], batch_size=4))
+    trainer.save_checkpoint(tmp_path / "lora.ckpt")
+    again = LoRACausalLM.load_from_checkpoint(tmp_path / "lora.ckpt", weights_only=True)
+    again.save_adapter(str(tmp_path / "adapter"))
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    logits = module.eval()(input_ids=ids)
+    torch.testing.assert_close(again.eval()(input_ids=ids), logits)
+    torch.testing.assert_close(read.eval()(ids).logits, logits)
+    assert not torch.allclose(logits, base(ids).logits)
+
+
+def test_refused(folder, monkeypatch):
+    with pytest.raises(ConfigurationError, match="rank=0"):
+        LoRACausalLM(pretrained=str(folder), rank=0)
+    with pytest.raises(ConfigurationError, match="target_modules"):
+        LoRACausalLM(pretrained=str(folder), target_modules=["no_such"]).configure_model()
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigurationError, match=r"pip install lightning-holmes\[lora\]"):
+        LoRACausalLM(pretrained=str(folder)).configure_model()
