@@ -56,6 +56,8 @@ class HFCausalLM(LightningModule):
     one process; they depend on the seed and their names.
     """
 
+    shifts_labels = True  # data modules must not
+
     def __init__(
         self,
         *,
