@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.admission import compare_facts
+from lightning_holmes.comm import sharded
 from lightning_holmes.comm.edges import Edges
+from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.pipeline.tape import is_absent
 from lightning_holmes.version import __version__
 
@@ -53,7 +55,8 @@ def module_facts(module: nn.Module) -> dict[str, str]:
     for name, parameter in module.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
-        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{frozen}"
+        layout = sharded.describe_placements(parameter)
+        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{layout}{frozen}"
     for name, buffer in module.named_buffers():
         facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
     return facts
@@ -64,20 +67,29 @@ def choose_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
 
 
-def broadcast_module(module: nn.Module, world_size: int) -> None:
+def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, source: tuple[int, int]) -> None:
     """Give all ranks rank 0's weights and buffers, so that replicas never start unequal.
 
     Only what differs is sent: with ``seed_everything`` nothing does, and a large module need not cross slow links.
-    Tensors that have no values yet are left alone; they must be the same on all ranks.
+    Tensors that have no values yet are left alone; they must be the same on all ranks. The parts of a sharded tensor
+    come from the tensor group of rank 0, each over replicas and then over stages.
+
+    Args:
+        groups: this rank's.
+        source: the pipeline rank and the data-parallel rank of rank 0.
     """
     if world_size == 1:
         return
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_absent(t)]
     everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, [content_of(tensor) for tensor in tensors])
+    part = groups.tensor_parallel_rank
+    dist.all_gather_object(everyone, [(part if sharded.is_sharded(t) else 0, content_of(t)) for t in tensors])
     with torch.no_grad():
         for tensor, *contents in zip(tensors, *everyone, strict=True):
-            if len(set(contents)) == 1:
+            if len(set(contents)) == len({place for place, _ in contents}):
+                continue
+            if sharded.is_sharded(tensor):
+                _broadcast_part(tensor, groups, source)
                 continue
             data = tensor.detach().contiguous()
             dist.broadcast(data, 0)
@@ -85,10 +97,20 @@ def broadcast_module(module: nn.Module, world_size: int) -> None:
                 tensor.data = data
 
 
+def _broadcast_part(tensor: Tensor, groups: ProcessGroups, source: tuple[int, int]) -> None:
+    local = sharded.local_part(tensor).detach()
+    data = local.contiguous()
+    for group, rank in ((groups.data_parallel, source[1]), (groups.pipeline, source[0])):
+        if group is not None:
+            dist.broadcast(data, group=group, group_src=rank)
+    if data is not local:
+        local.copy_(data)
+
+
 def content_of(tensor: Tensor) -> str:
-    """A digest of a tensor's bits."""
+    """A digest of a tensor's bits on this rank."""
     digest = hashlib.blake2b(digest_size=16)
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    flat = sharded.local_part(tensor).detach().contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
         digest.update(flat[start : start + _CHUNK].cpu().numpy().data)
     return digest.hexdigest()
@@ -103,10 +125,14 @@ def share_generators() -> None:
     torch.set_rng_state(state[0][2])
 
 
-def share_random_state(edges: Edges | None) -> None:
-    """Give all stages of a replica the first one's generators, so that their data loaders draw alike."""
-    if edges is None:
-        return
+def share_random_state(groups: ProcessGroups) -> None:
+    """Give all ranks of a replica the same generators, those of its first stage, so that their data loaders draw alike."""
+    for edges in (groups.tensor_edges, groups.edges):
+        if edges is not None:
+            _share_random_state(edges)
+
+
+def _share_random_state(edges: Edges) -> None:
     if edges.rank == 0:
         state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         for rank in range(1, edges.size):

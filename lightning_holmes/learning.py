@@ -1,6 +1,7 @@
 """Learning a module at the start of a run, from one batch of each loader that the run will read.
 
-Rank 0 traces; the others receive what it found, or the reason why the module is refused.
+Rank 0 traces, together with the ranks that share its layers by tensor parallelism, which talk inside the step; all
+receive what rank 0 found, or the reason why the module is refused.
 """
 
 import functools
@@ -39,7 +40,7 @@ def learn(
     options: PlanOptions,
     *,
     pipeline_parallel_size: int,
-    rank: int,
+    traces: bool,
     world_size: int,
     device: torch.device,
     splitter: BatchSplitter,
@@ -48,13 +49,14 @@ def learn(
     """Trace each step of ``samples`` (step name -> batch on the device). Every rank must call.
 
     Args:
+        traces: whether this rank runs the steps: rank 0, and its tensor group.
         context: gives the context manager under which a step of that name runs.
 
     Raises:
         HolmesError: the module or the options are refused, on every rank alike.
     """
     answer: list[Any] = [None]
-    if rank == 0:
+    if traces:
         try:
             with preserved_random_state(device):
                 answer = [_learn(module, samples, options, pipeline_parallel_size, splitter, context)]

@@ -7,6 +7,7 @@ Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), d
 
 import dataclasses
 import functools
+import gc
 import os
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -49,6 +50,7 @@ from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
+from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.deferred import DeferredModule, has_absent_tensors
@@ -170,6 +172,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._group_names: list[list[list[str]]] = []
         self._accumulating = False
         self._copies_checked = False
+        self._loss_scale: LossScale | None = None
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
         self._base_seed = 0
@@ -424,6 +427,10 @@ class HolmesStrategy(CheckpointingStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(structure)
             self._take_over_clipping()
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self._loss_scale = (
+                None if scaler is None else LossScale(scaler, self._groups.pipeline, self.root_device)
+            )
         self._driver = StepDriver(
             self._pipeline,
             self._groups.edges,
@@ -690,7 +697,8 @@ class HolmesStrategy(CheckpointingStrategy):
         if total == 0:
             return [0.0 for _ in weights]
         accumulated = self._trainer.accumulate_grad_batches
-        return [weight / total / accumulated for weight in weights]
+        factor = 1.0 if self._loss_scale is None else self._loss_scale.factor()
+        return [weight / total / accumulated * factor for weight in weights]
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("validation_step", *args, *kwargs.values())
@@ -769,6 +777,8 @@ class HolmesStrategy(CheckpointingStrategy):
                 self._grad_sync.start_grad_sync()
                 self._grad_sync.finish_grad_sync()
             self._grad_buffer.expose(last=not self._accumulating)
+            if self._loss_scale is not None and not self._accumulating:
+                self._loss_scale.agree(self._grad_buffer.parameters.values())
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -840,6 +850,8 @@ class HolmesStrategy(CheckpointingStrategy):
             self._watch.stop()
             self._watch = None
         publish_coordinate(None)
+        if self.lightning_module is not None and sharded.has_sharded_parameters(self.lightning_module):
+            gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
         self._keeper.finish(failed=self._failed, alone=self.world_size == 1)
 

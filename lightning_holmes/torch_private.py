@@ -3,6 +3,7 @@
 No other file imports a name with a leading underscore from torch.
 """
 
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -126,8 +127,8 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 
 def async_value(tensor: Tensor) -> Tensor:
     """The tensor that a functional collective fills; ``tensor`` itself if it comes from none."""
-    kind = dist._functional_collectives.AsyncCollectiveTensor
-    return tensor.elem if isinstance(tensor, kind) else tensor
+    loaded = sys.modules.get("torch.distributed._functional_collectives")
+    return tensor.elem if loaded is not None and isinstance(tensor, loaded.AsyncCollectiveTensor) else tensor
 
 
 def collective_group(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

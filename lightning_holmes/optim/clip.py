@@ -1,10 +1,12 @@
-"""The norm of a whole model's gradient when its parameters are spread over stages."""
+"""Norm and clipping of a whole model's gradient when its parameters are spread over stages and tensor groups."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_holmes.comm import sharded
 
 
 def global_grad_norm(
@@ -13,6 +15,7 @@ def global_grad_norm(
     counts: Callable[[nn.Parameter], bool],
     pipeline_group: dist.ProcessGroup | None,
     device: torch.device,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The 2-norm of all gradients of the model; a scalar, the same on every rank.
 
@@ -20,11 +23,41 @@ def global_grad_norm(
         parameters: this rank's.
         counts: whether this rank's copy of a parameter is the one that counts (shared ones count once).
         pipeline_group: the ranks of this pipeline, all of which must call; None if there is one stage.
+        tensor_group: likewise the ranks that share the layers of this stage: parts of a sharded parameter are summed,
+            copies of one count once.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and counts(p)]
+    first = tensor_group is None or dist.get_rank(tensor_group) == 0
+    gradients = [
+        sharded.local_part(p.grad)
+        for p in parameters
+        if p.grad is not None and counts(p) and (first or sharded.is_split(p))
+    ]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
-    if pipeline_group is None:
+    if pipeline_group is None and tensor_group is None:
         return norm
     squared = norm.to(device, torch.float64 if device.type == "cpu" else torch.float32).square()
-    dist.all_reduce(squared, group=pipeline_group)
+    for group in (pipeline_group, tensor_group):
+        if group is not None:
+            dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
+
+
+def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients of ``parameters``, which have the 2-norm ``norm``, to at most ``max_norm``, as torch does."""
+    if not any(map(sharded.is_sharded, parameters)):
+        if parameters:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for part in _gradient_parts(parameters):
+        part.mul_(factor.to(part.device))
+
+
+def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
+    """Cut the elements of the gradients of ``parameters`` to within ``max_value``, as torch does."""
+    for part in _gradient_parts(parameters):
+        part.clamp_(-max_value, max_value)
+
+
+def _gradient_parts(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [sharded.local_part(p.grad) for p in parameters if p.grad is not None]

@@ -4,7 +4,9 @@ Lightning erases ``p.grad`` between a training step and the backward that it thi
 backward is part of the step, so gradients live in buffers of our own until :meth:`GradBuffer.expose`.
 
 Parameters whose gradient has the buffer's type accumulate straight into views of it; others (bf16
-parameters) are added by a hook behind each accumulation, in fp32. Behind the gradients a buffer has one
+parameters, sharded ones) are added by a hook behind each accumulation, in fp32. Of a parameter that is sharded
+over a tensor group the buffer has this rank's part; its gradients are laid out like the parameter before they
+enter. Behind the gradients a buffer has one
 number for each parameter: whether anything reached it. It is summed with them, so that a parameter which no
 replica used keeps ``grad = None`` as in plain Lightning (AdamW would decay it otherwise).
 """
@@ -14,13 +16,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.comm import sharded
+
 
 class GradBuffer:
     """Gradients of ``parameters`` (name -> parameter of this rank) over one accumulation window.
 
     Args:
-        flat: keep one flat buffer for reductions. Without it (a rank on its own), gradients stay the
-            tensors that autograd made, which costs neither memory nor time.
+        flat: keep one flat buffer for reductions. Without it (a rank on its own, no sharded parameters), gradients
+            stay the tensors that autograd made, which costs neither memory nor time.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, flat: bool) -> None:
@@ -52,7 +56,7 @@ class GradBuffer:
         self._open = True
         for name, view in self._views.items():
             parameter = self.parameters[name]
-            parameter.grad = view if view.dtype == parameter.dtype else None
+            parameter.grad = view if _accumulates_in(view, parameter) else None
 
     def end(self) -> None:
         """Finish a batch: take the gradients off the parameters, out of reach of ``zero_grad``."""
@@ -79,7 +83,8 @@ class GradBuffer:
         for name, view in self._views.items():
             parameter = self.parameters[name]
             if name in reached:
-                parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+                gradient = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+                parameter.grad = sharded.like(gradient, parameter)
             else:
                 parameter.grad = None
         if last:
@@ -123,15 +128,16 @@ class GradBuffer:
             dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
             layouts.setdefault((parameter.device, dtype), []).append(name)
         for (device, dtype), names in layouts.items():
-            total = sum(self.parameters[n].numel() for n in names)
+            total = sum(sharded.local_part(self.parameters[n]).numel() for n in names)
             buffer = torch.zeros(total + len(names), dtype=dtype, device=device)
             self.buffers.append(buffer)
             self._flags.append((buffer[total:], names))
             start = 0
             for name in names:
                 parameter = self.parameters[name]
-                view = buffer[start : start + parameter.numel()].view(parameter.shape)
-                start += parameter.numel()
+                local = sharded.local_part(parameter)
+                view = buffer[start : start + local.numel()].view(local.shape)
+                start += local.numel()
                 self._views[name] = view
                 if name in gathered:
                     view.copy_(gathered[name])
@@ -141,9 +147,14 @@ class GradBuffer:
     def _hook(self, name: str, view: Tensor) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             self._touched.add(name)
-            if parameter.dtype != view.dtype:
+            if not _accumulates_in(view, parameter):
                 assert parameter.grad is not None
-                view.add_(parameter.grad)
+                view.add_(sharded.gradient_part(parameter.grad, parameter))
                 parameter.grad = None
 
         return arrived
+
+
+def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd can add a parameter's gradients to its view by itself."""
+    return view.dtype == parameter.dtype and not sharded.is_sharded(parameter)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -14,7 +15,7 @@ def shadow_copy(module: LightningModule) -> LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     for submodule in module.modules():
         for value in vars(submodule).values():
-            if isinstance(value, (Dataset, DataLoader, torch.Generator)):
+            if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
                 memo[id(value)] = value
     try:
         whole = dict(memo)

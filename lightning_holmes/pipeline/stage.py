@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
@@ -135,7 +136,7 @@ class PipelineModule:
             layer.forward = self._gate(indices, layer.forward)
         for name, parameter in self.module.named_parameters():
             if name not in self.local_parameters:
-                parameter.data = placeholder(parameter.data)
+                sharded.replace_local(parameter, placeholder(sharded.local_part(parameter).detach()))
 
     def uninstall(self) -> None:
         """Take the gates away; parameters of other stages remain placeholders until someone fills them."""

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.comm.edges import Edges
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import batch as batches
@@ -151,9 +152,16 @@ class StepDriver:
         return (yield from self._share(request, job, sizes, weights, window))
 
     def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
-        """The batch that all stages run: each its own, if they are equal, or the first stage's."""
-        edges = self.edges
-        if edges is None or edges.size == 1:
+        """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank."""
+        if self.tensor_edges is not None and 0 in self.pipeline.stages:
+            batch = yield from self._agree_over(self.tensor_edges, "tensor", batch)
+            self.tensor_edges.finish()
+        if self.edges is not None:
+            batch = yield from self._agree_over(self.edges, "pipeline", batch)
+        return batch
+
+    def _agree_over(self, edges: Edges, axis: str, batch: Any) -> Generator[None, None, Any]:
+        if edges.size == 1:
             return batch
         if edges.rank == 0:
             message = tree.map_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
@@ -167,7 +175,7 @@ class StepDriver:
             return tree.map_tensors(lambda t: t.to(self.device), message)
         if message != batches.checksum(batch):
             raise ConfigurationError(
-                f"pipeline rank {edges.rank} has another batch than pipeline rank 0 of the same replica: every stage "
+                f"{axis} rank {edges.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
                 f"needs the same samples. A data set that shards itself should do so not by the rank, but by the data-parallel "
                 f"coordinate, which lightning_holmes.data.data_parallel_coordinate() gives in its __iter__, and random "
                 f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
@@ -230,7 +238,10 @@ class StepDriver:
             if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage's step begins anew
                 part = tree.map_tensors(Tensor.clone, part)
             with request.context():
-                return step(part, *request.arguments)
+                output = step(part, *request.arguments)
+                if any(map(sharded.is_sharded, tree.tensors_of(output))):
+                    return tree.map_tensors(sharded.whole, output)
+                return output
 
         return run_step
 

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import AttributeWatch, Place, Use, changes, snapshot
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
+from lightning_holmes.torch_private import TorchDispatchMode, collective_group, operator_name, written_arguments
 
 # operators whose result depends on the shape and type of a tensor, not on its values
 _VALUE_FREE = frozenset(
@@ -139,6 +140,10 @@ class _Tracer:
         self.parameter_writes: dict[str, set[int]] = {}
         self.saved_parameters: dict[str, tuple[nn.Parameter, Tensor, Tensor]] = {}
         self.uses: list[Use] = []
+        self.sharded_outputs: set[tuple[int, int]] = set()
+        mesh = module.device_mesh
+        has_axis = mesh is not None and sharded.AXIS in (mesh.mesh_dim_names or ())
+        self.tensor_group = mesh[sharded.AXIS].get_group().group_name if mesh is not None and has_axis else None
 
     # sources and storages
 
@@ -149,7 +154,7 @@ class _Tracer:
     def key(self, tensor: Tensor) -> int:
         """What identifies a tensor's memory while ``pinned`` keeps it alive; 0 if it has none."""
         try:
-            storage = tensor.untyped_storage()
+            storage = sharded.memory_of(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return 0
         return storage.data_ptr()
@@ -177,6 +182,12 @@ class _Tracer:
         """The position of what runs now: between two layers it is that of the first, which its stage runs on to."""
         last = self.num_layers - 1
         return self.num_layers if self.position == last and not self.inside else self.position
+
+    def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a collective stays among the ranks that run this step together, or only waits for one that does."""
+        if self.tensor_group is None or operator.namespace == "c10d":
+            return False
+        return collective_group(operator, args, kwargs) in (None, self.tensor_group)
 
     # the run
 
@@ -283,6 +294,7 @@ class _Tracer:
             self.paused = True
             leaves = [leaf.clone() for leaf in leaves]
             self.paused = False
+            self.sharded_outputs |= {(index, n) for n, leaf in enumerate(leaves) if sharded.is_sharded(leaf)}
             for number, leaf in enumerate(leaves):
                 self.mark(leaf, self.new_source("output", index, number), replace=True)
                 self.output_keys[self.key(leaf)] = index, number
@@ -458,6 +470,12 @@ class _Tracer:
                     what = f"{what}, kept and read {self._where(reader)} of the next step"
                     bypasses.append(Bypass(first_cut=max(reader, 0), last_cut=position - 1, what=what))
         bypasses += self._bypasses_of_attributes()
+        for layer, number in sorted(self.sharded_outputs):
+            what = (
+                f"the layout of output {number} of layer {layer}, a DTensor, of which only plain tensors travel between "
+                f"stages (let the layer return its part by use_local_output=True, or the whole tensor)"
+            )
+            bypasses.append(Bypass(first_cut=layer, last_cut=layer, what=what))
         names = [f"{self.layers}.{name}" for name in self.layer_names]
         outputs = []
         for layer in range(self.num_layers):
@@ -534,7 +552,7 @@ class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracer.paused:
             return func(*args, **kwargs)
         name = operator_name(func)
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and not tracer.is_of_tensor_group(func, args, kwargs):
             raise UnsupportedModuleError(
                 f"{type(tracer.original).__name__}.{tracer.step_name} calls the collective {name}: the stages of a "
                 f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"

@@ -1,0 +1,73 @@
+"""A check of what every rank of a tensor group holds a copy of: gradients of plain parameters must be equal there.
+
+Parameters that ``parallelize_module`` leaves alone (embeddings, norms, a head) are ordinary tensors, and torch adds
+nothing up for them. That is right where their inputs are whole on each rank. Between sharded activations (sequence
+parallelism) each rank would have the gradient of its own part, the copies would part ways, and no number would tell.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.comm import sharded
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.grad_buffer import GradBuffer
+
+_SAMPLES = 64  # elements of each gradient that are compared
+_TOLERANCE = 1e-2  # of the largest; low precision and unordered sums differ by less, gradients of other inputs by more
+
+
+def check_replicated(buffer: GradBuffer, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare samples of the gathered gradients of plain parameters over a tensor group; all its ranks must call.
+
+    Raises:
+        UnsupportedModuleError: on every rank of the group; names the first parameter whose gradients differ.
+    """
+    if group is None:
+        return
+    names = sorted(name for name, parameter in buffer.parameters.items() if _is_copied(parameter))
+    samples = torch.zeros(len(names), _SAMPLES, device=device)
+    for row, name in zip(samples, names, strict=True):
+        gradient = buffer.gradient(name)
+        if gradient is not None and gradient.numel():
+            flat = gradient.flatten()
+            picked = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+            row[: picked.numel()] = picked
+    different = differing(names, _gathered(samples, group))
+    if different:
+        name, here, there = different[0]
+        more = f" (and {len(different) - 1} more parameters)" if len(different) > 1 else ""
+        raise UnsupportedModuleError(
+            f"the gradients of {name}{more} differ between the ranks of a tensor group ({here:.6g} and {there:.6g} at one "
+            f"place), but it is no DTensor, so each rank has its own copy and nothing adds them up: its inputs are a "
+            f"rank's part. Include its module in parallelize_module (SequenceParallel() for norms between sharded "
+            f"activations)"
+        )
+
+
+def differing(names: Sequence[str], everyone: Sequence[Tensor]) -> list[tuple[str, float, float]]:
+    """Of the parameters ``names``, those whose samples are not alike: name, a value on one rank, its like on another.
+
+    Args:
+        everyone: (parameters, samples), of each rank.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    largest = torch.stack([samples.abs().amax(dim=1) for samples in everyone]).amax(dim=0)
+    for reference, other in ((everyone[0], samples) for samples in everyone[1:]):
+        gaps = (reference - other).abs()
+        for index in torch.nonzero(gaps.amax(dim=1) > _TOLERANCE * largest).flatten().tolist():
+            place = int(gaps[index].argmax())
+            found.setdefault(names[index], (float(reference[index, place]), float(other[index, place])))
+    return [(name, *values) for name, values in found.items()]
+
+
+def _gathered(samples: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    everyone = [torch.empty_like(samples) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, samples, group=group)
+    return everyone
+
+
+def _is_copied(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not sharded.is_sharded(parameter)

@@ -1,0 +1,189 @@
+"""What the processes of test_tensor_parallel.py run: a module whose configure_model shares its layers out."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_holmes import HolmesStrategy
+
+STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 5, 8, 6, 8, 12, 6
+
+
+class Block(nn.Module):
+    """A residual feed-forward block with dropout on what every rank has whole."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden)))))
+
+
+class Words(LightningModule):
+    """Embedding, blocks and head. ``style``: how configure_model shares it out over the tensor-parallel axis.
+
+    "megatron": column then row inside a block, a sharded head; embedding and norms plain.
+    "sequence": norms between activations that are sharded over positions (their gradients are partial sums).
+    "wrong": likewise, but the norms are left plain, so that each rank has the gradient of its own positions.
+    """
+
+    def __init__(self, style: str = "megatron", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.style = style
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.shared_out = False
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is None or self.shared_out:
+            return
+        self.shared_out = True
+        tensor = mesh["tensor_parallel"]
+        if self.style == "megatron":
+            plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
+            for index in range(len(self.blocks)):
+                plan |= {f"blocks.{index}.up": ColwiseParallel(), f"blocks.{index}.down": RowwiseParallel()}
+        else:
+            plan = {
+                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "norm": SequenceParallel(use_local_output=True),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            }
+            for index in range(len(self.blocks)):
+                plan |= {
+                    f"blocks.{index}.norm": SequenceParallel(use_local_output=True),
+                    f"blocks.{index}.up": ColwiseParallel(input_layouts=Shard(1)),
+                    f"blocks.{index}.down": RowwiseParallel(output_layouts=Shard(1)),
+                }
+            if self.style == "wrong":
+                plan = {name: how for name, how in plan.items() if "blocks.1.norm" not in name}
+        parallelize_module(self, tensor, plan)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embedding(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        words, targets = batch
+        loss = nn.functional.cross_entropy(self(words).flatten(0, 1), targets.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        words, targets = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(words).flatten(0, 1), targets.flatten()))
+
+    def loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        data = TensorDataset(
+            torch.randint(0, VOCABULARY, (STEPS * SAMPLES, LENGTH), generator=generator),
+            torch.randint(0, CLASSES, (STEPS * SAMPLES, LENGTH), generator=generator),
+        )
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: Any = DistributedSampler(data, shuffle=False, **kwargs)
+        return DataLoader(data, batch_size=SAMPLES // kwargs["num_replicas"], sampler=sampler)
+
+    train_dataloader = val_dataloader = loader
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class Watch(Callback):
+    """Losses of the steps, and the norm of the gradient before it is clipped."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        if isinstance(trainer.strategy, HolmesStrategy):
+            norm = trainer.strategy.global_grad_norm(module.parameters())
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        self.norms.append(float(norm))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+
+def train(
+    strategy: Any,
+    *,
+    devices: int = 1,
+    style: str = "megatron",
+    dropout: float = 0.0,
+    steps: int = STEPS,
+    **options: Any,
+) -> tuple[Trainer, Watch]:
+    """A run of ``steps`` batches, clipped by norm, with a pass of validation at its end."""
+    seed_everything(11, verbose=False)
+    watch = Watch()
+    ckpt_path = options.pop("ckpt_path", None)
+    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        max_steps=steps,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+        **settings,
+    )
+    trainer.fit(Words(style, dropout), ckpt_path=ckpt_path)
+    return trainer, watch
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """One run of a job, and what it found on this rank."""
+    case = dict(case)
+    arguments, devices = case.pop("strategy"), case.pop("devices")
+    save = case.pop("save", None)
+    trainer, watch = train(HolmesStrategy(tensor_parallel_size=2, **arguments), devices=devices, **case)
+    strategy = trainer.strategy
+    assert isinstance(strategy, HolmesStrategy)
+    found = {
+        "losses": watch.losses,
+        "norms": watch.norms,
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "grid": strategy.plan.placement.grid,
+        "coordinate": strategy.device_mesh.get_coordinate(),
+        "axes": strategy.device_mesh.mesh_dim_names,
+        "weights": {
+            n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for n, p in trainer.lightning_module.named_parameters()
+        },
+    }
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return found
+
+
+def run_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several runs of one job in turn."""
+    return [run(case) for case in cases]
