@@ -68,6 +68,7 @@ def run(
     order: Sequence[str],
     prepare: Callable[[Testbed], Any] = lambda bed: None,
     host_env: Callable[[str], Mapping[str, str]] = lambda host: {},
+    torchrun: bool = False,
     **strategy: Any,
 ) -> Outcome:
     """Train on a testbed of ``clusters``, nodes numbered in ``order``; checks losses and weights against one process."""
@@ -76,9 +77,10 @@ def run(
     folder.mkdir()
     with Testbed(Topology(clusters=tuple(clusters)), TestbedOptions()) as bed:
         prepare(bed)
+        command = [str(WORKER), str(folder), options]
         bed.run(
-            [str(WORKER), str(folder), options],
-            processes_per_host=1,
+            command if torchrun else [sys.executable, *command],
+            processes_per_host=1 if torchrun else None,
             node_order=order,
             host_env=host_env,
             timeout_s=200,
@@ -99,7 +101,7 @@ def run(
 def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp_path: Path) -> None:
     clusters = [cluster("ib", 2, "infiniband"), cluster("roce", 2, "roce")]
     order = ["roce1", "ib0", "roce0", "ib1"]
-    outcome = run(clusters, tmp_path, order=order, save_distributed_checkpoint=False)
+    outcome = run(clusters, tmp_path, order=order, torchrun=True, save_distributed_checkpoint=False)
     assert sorted(map(sorted, outcome.stages)) == [["ib0", "ib1"], ["roce0", "roce1"]]
     data = outcome.transports("data_parallel")
     assert data[frozenset({"ib0", "ib1"})].startswith("gloo on ib0: gradients of one stage; infiniband")
@@ -202,7 +204,7 @@ def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_pat
             code = swallow.replace("DESTINATION", repr(fast[other]))
             bed.run([sys.executable, "-c", code], hosts=[host], check=True)
         options = json.dumps({"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
-        results = bed.run([str(WORKER), str(tmp_path), options], processes_per_host=1, timeout_s=150)
+        results = bed.run([sys.executable, str(WORKER), str(tmp_path), options], timeout_s=150)
     output = "".join(result.output for result in results.values())
     assert all(result.exit_code for result in results.values())
     assert "UnreachableError: a group of 2 ranks cannot be connected" in output, output[-3000:]

@@ -4,6 +4,7 @@ python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'
 """
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -126,5 +127,14 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
+def join_as_torchrun_would() -> None:
+    """Started on every host without torchrun, whose own imports take long: one process a host."""
+    node, nodes = os.environ["NODE_RANK"], os.environ["NUM_NODES"]
+    os.environ |= {"RANK": node, "GROUP_RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+
+
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        join_as_torchrun_would()
     main(Path(sys.argv[1]), json.loads(sys.argv[2]))
