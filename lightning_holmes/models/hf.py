@@ -153,31 +153,35 @@ class HFCausalLM(LightningModule):
         values = self._folder.read(list(dict.fromkeys(wanted.values())))
         return {n: values[place] for n, place in wanted.items()}
 
-    # What looks at the parts of the module before the trainer has built it builds it.
+    # Whoever looks at the parts of the module before a trainer has called configure_model has them made.
+
+    def _build_for_use(self) -> None:
+        if self.__dict__.get("_is_built") is False and self._trainer is None:
+            self.configure_model()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model" and self.__dict__.get("_is_built") is False:
-            self.configure_model()
+        if name == "model":
+            self._build_for_use()
         return super().__getattr__(name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        self.configure_model()
+        self._build_for_use()
         return super().named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.configure_model()
+        self._build_for_use()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.configure_model()
+        self._build_for_use()
         return super().load_state_dict(*args, **kwargs)
 
     def apply(self, fn: Any) -> Any:
-        self.configure_model()
+        self._build_for_use()
         return super().apply(fn)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.configure_model()
+        self._build_for_use()
         return super()._apply(fn, recurse)
 
     def forward(self, **inputs: Any) -> Tensor:

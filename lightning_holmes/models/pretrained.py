@@ -76,10 +76,8 @@ class PretrainedFolder:
         from safetensors import safe_open
 
         values: dict[str, Tensor] = {}
-        for file in sorted({self.files[name] for name in names}):
-            with safe_open(self.folder / file, framework="pt") as opened:
-                for name in names:
-                    if self.files[name] == file:
-                        # the file is mapped: a copy, so that its pages do not stay in use
-                        values[name] = opened.get_tensor(name).clone()
+        for name in names:
+            # The file is mapped, and the pages that were read stay in use until it is closed: one weight at a time.
+            with safe_open(self.folder / self.files[name], framework="pt") as opened:
+                values[name] = opened.get_tensor(name).clone()
         return values

@@ -11,6 +11,7 @@ tensor is built is tape.py's; what a stage holds is for stage.py to say.
     deferred.materialise({"layers.0.weight"}, read=None)
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -103,8 +104,8 @@ class DeferredModule:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, absent parameters are real ones of the same shape, type and names. Large ones repeat one column, and so
-        take little memory."""
+        """Inside, absent parameters are real ones of the same shape, type and names. Large ones are zeros that take no
+        memory."""
         module = self.module
         assert module is not None
         replaced = []
@@ -122,9 +123,11 @@ class DeferredModule:
         if small and self._is_written(tensor):
             return self._tape.realise(tensor)
         device = self.device if tensor.device.type == "meta" else tensor.device
-        rows = tensor.shape[0] if tensor.ndim else 1
-        column = torch.linspace(-0.03, 0.03, rows, device=device).to(tensor.dtype)
-        return column.view(rows, *[1] * (tensor.ndim - 1)).expand(tensor.shape) if tensor.ndim else column.view(())
+        if device.type != "cpu":
+            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        # memory that is only read stays the kernel's page of zeros; a stride of 0 would be copied by every product
+        pages = mmap.mmap(-1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
     def materialise(
         self,

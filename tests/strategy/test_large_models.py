@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One process of the strategy, and two stages."""
     cases = [*SEEDED, "pretrained", "unset"]
-    payload = {"folder": str(folder), "cases": cases, "holmes": {"pipeline_parallel_size": 1}}
+    payload = {"folder": str(folder), "cases": cases, "holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}}
     alone = fit_all(payload)
     staged = launch(
         2,
