@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import lightning_hooks, resume
 from lightning_holmes.collectives import ReplicaCollectives
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.placement import Placement
@@ -62,6 +64,8 @@ class CheckpointingStrategy(ReplicaCollectives):
             replica=0 if groups is None else groups.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             timeout=self._timeout or timedelta(days=1),
+            tensor_rank=0 if groups is None else groups.tensor_parallel_rank,
+            tensor_size=1 if self._plan is None else self._plan.tensor_parallel_size,
         )
 
     @property
@@ -96,14 +100,17 @@ class CheckpointingStrategy(ReplicaCollectives):
         """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
         pipeline = (self._pipeline or self._ended) if self._writes_folders else self._pipeline
         if pipeline is None or self._groups is None:
-            return super().lightning_module_state_dict() if self.is_global_zero or not self._writes_folders else {}
+            if self._writes_folders and not self.is_global_zero:
+                return {}
+            state = super().lightning_module_state_dict()
+            return {k: checkpoints.whole_on_host(v) if sharded.is_sharded(v) else v for k, v in state.items()}
         if self._writes_folders:
             return checkpoints.module_part(pipeline)
         root = self._gathering_rank()
         if root is None or self._failed:
             return {}
         with self._explaining():
-            return checkpoints.module_state_dict(pipeline, self._groups.edges, root=root)
+            return checkpoints.module_state_dict(pipeline, self._groups.edges, root=root, keeps=self._keeps_gathered)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
@@ -119,16 +126,24 @@ class CheckpointingStrategy(ReplicaCollectives):
         if root is None or self._failed:
             return {}
         with self._explaining():
-            return checkpoints.optimizer_state_dict(optimizer, names, pipeline, self._groups.edges, root=root)
+            return checkpoints.optimizer_state_dict(
+                optimizer, names, pipeline, self._groups.edges, root=root, keeps=self._keeps_gathered
+            )
 
     def _gathering_rank(self) -> int | None:
-        """The pipeline rank of global rank 0, which writes files, for the ranks of its pipeline; None for others.
+        """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others.
 
         With nodes numbered at random it can stand anywhere.
         """
         assert self._groups is not None and self._placement is not None
         place = self._placement.coordinate(0)
         return place[0] if self._groups.data_parallel_rank == place[1] else None
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """Whether this rank's pipeline is that of rank 0; the others of its replica only help to make tensors whole."""
+        assert self._groups is not None and self._placement is not None
+        return self._groups.tensor_parallel_rank == self._placement.coordinate(0)[2]
 
     # saving
 
@@ -197,7 +212,13 @@ class CheckpointingStrategy(ReplicaCollectives):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
-        self._saved_weights = (checkpoint["state_dict"], strict)
+        saved = checkpoint["state_dict"]
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        averages = any(isinstance(c, WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        if averages and trainer.state.fn == TrainerFn.FITTING:
+            saved = checkpoint.get("current_model_state", saved)  # training goes on from these, not from the average
+        self._saved_weights = (saved, strict)
         if self._pipeline is not None:
             self._load_saved_weights()
 

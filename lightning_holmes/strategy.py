@@ -33,18 +33,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_holmes import admission, agreement, checkpoint
+from lightning_holmes.averaging import WeightAverages
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.checkpointing import CheckpointingStrategy
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm import sharded
+from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared, release
 from lightning_holmes.comm.transport import UserSettings
 from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
@@ -173,6 +175,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._copies_checked = False
         self._loss_scale: LossScale | None = None
+        self._changed: list[WeightAverages | GradNormExchange] = []
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
         self._base_seed = 0
@@ -371,7 +374,7 @@ class HolmesStrategy(CheckpointingStrategy):
         is_pipeline = self._placement.pipeline_parallel_size > 1
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
-            admission.check_run(module, trainer, self.precision_plugin, is_pipeline=is_pipeline)
+            admission.check_run(module, trainer, is_pipeline=is_pipeline)
         self._defer_what_is_absent(module)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         with nullcontext() if self._deferred is None else self._deferred.building():
@@ -428,9 +431,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._setup_gradients(structure)
             self._take_over_clipping()
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self._loss_scale = (
-                None if scaler is None else LossScale(scaler, self._groups.pipeline, self.root_device)
-            )
+            self._loss_scale = None if scaler is None else LossScale(scaler, self._groups.pipeline, self.root_device)
         self._driver = StepDriver(
             self._pipeline,
             self._groups.edges,
@@ -441,6 +442,8 @@ class HolmesStrategy(CheckpointingStrategy):
             splitter=self._splitter,
             tensor_edges=self._groups.tensor_edges,
         )
+        if fitting and is_pipeline:
+            self._show_whole_module_to_callbacks(trainer)
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
         self._answer_sigterm_between_batches(trainer)
@@ -450,6 +453,16 @@ class HolmesStrategy(CheckpointingStrategy):
         self._same_metrics_everywhere(module)
         agreement.share_random_state(self._groups)
         self._state.watch()
+
+    def _show_whole_module_to_callbacks(self, trainer: "pl.Trainer") -> None:
+        """Let averages of weights and norms of gradients cover all stages."""
+        assert self._pipeline is not None and self._groups is not None and self._groups.pipeline is not None
+        averages = WeightAverages(trainer, self._pipeline, self._groups.edges)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        norms = GradNormExchange([self.lightning_module, *callbacks], self._pipeline, self._groups.pipeline)
+        for changed in (averages, norms):
+            changed.install()
+            self._changed.append(changed)
 
     def _defer_what_is_absent(self, module: "pl.LightningModule") -> None:
         """Take over parameters without values: of ``configure_model``, on the meta device, or left out by a run before."""
@@ -841,6 +854,9 @@ class HolmesStrategy(CheckpointingStrategy):
         for metric, available in self._metrics_before:
             metric.process_group, metric.distributed_available_fn = None, available
         self._metrics_before.clear()
+        for changed in self._changed:
+            changed.uninstall()
+        self._changed.clear()
         self._last_step = None
         if self._grad_buffer is not None:
             self._grad_buffer.close()

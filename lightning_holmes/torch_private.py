@@ -19,7 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "async_value",
     "attention_flop_formulas",
-    "collective_group",
+    "collective_ranks",
     "default_store",
     "fake_mode_of",
     "gloo_device",
@@ -131,13 +131,13 @@ def async_value(tensor: Tensor) -> Tensor:
     return tensor.elem if loaded is not None and isinstance(tensor, loaded.AsyncCollectiveTensor) else tensor
 
 
-def collective_group(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The name of the group that a functional collective talks in; None for one that only waits, or no such operator."""
+def collective_ranks(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """The global ranks among which a functional collective talks; None for one that only waits."""
     given = {
         a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
     }
     name = given.get("group_name")
-    return None if name is None else str(name)
+    return None if name is None else dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

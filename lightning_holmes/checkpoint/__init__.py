@@ -13,6 +13,7 @@ from lightning_holmes.checkpoint.plain import (
     module_state_dict,
     optimizer_state_dict,
     parameter_group_names,
+    whole_on_host,
 )
 from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state
 
@@ -30,4 +31,5 @@ __all__ = [
     "optimizer_state_dict",
     "parameter_group_names",
     "read_state_dict",
+    "whole_on_host",
 ]

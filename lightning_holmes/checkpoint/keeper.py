@@ -25,7 +25,7 @@ from lightning_holmes.checkpoint import atomic, resume
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
 from lightning_holmes.checkpoint.loading import load_folder, load_plain
 from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.parts import named_values, share_of
+from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, share_of
 from lightning_holmes.checkpoint.saving import TOPICS, FolderSave
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.errors import CheckpointError, ConfigurationError
@@ -36,13 +36,15 @@ _TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Who is who: this rank among all, and its replica among the replicas."""
+    """Who is who: this rank among all, its replica among the replicas, and its place in its tensor group."""
 
     rank: int = 0
     size: int = 1
     replica: int = 0
     num_replicas: int = 1
     timeout: timedelta = timedelta(minutes=30)
+    tensor_rank: int = 0
+    tensor_size: int = 1
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value; all must call."""
@@ -135,6 +137,8 @@ class CheckpointKeeper:
             CheckpointError: they do not, or the folder has not been written to before.
         """
         self.finish(failed=True, alone=job.size == 1)
+        if job.tensor_size > 1:
+            raise CheckpointError("ranks that share layers by tensor parallelism hold parts only, and may not answer")
         target = _local(os.fspath(path))
         systems = self._file_systems.get(str(target.parent))
         if systems is None:
@@ -166,7 +170,7 @@ class CheckpointKeeper:
             target=target,
             token=token,
             file_systems=systems,
-            values=share_of(values, parameters, job.replica, job.num_replicas),
+            values=_share(job, values, parameters),
             order=order,
             num_optimizers=len(optimizers or []),
             rest=buffer.getvalue(),
@@ -268,6 +272,14 @@ class CheckpointKeeper:
                 f"{[r for r, k in enumerate(kinds) if not k]} do not: copy it to their hosts"
             )
         return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
+
+
+def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str]) -> dict[Value, Any]:
+    """What this rank writes; the ranks of a tensor group, which must call together, divide their replica's share."""
+    ours = share_of(values, parameters, job.replica, job.num_replicas)
+    if job.tensor_size == 1:
+        return made_whole(ours, ours)
+    return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))
 
 
 def is_local(path: Any) -> bool:

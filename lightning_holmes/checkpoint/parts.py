@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.pipeline.stage import PipelineModule
 
 Value = tuple[str, ...]
@@ -87,6 +88,22 @@ def share_of(
     return {name: value for name, value in values.items() if name in chosen}
 
 
+def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Value, Any]:
+    """``mine``, which this rank writes of what its tensor group holds, with whole tensors in place of sharded ones.
+
+    Args:
+        ours: what the ranks of the tensor group write together; all of them must call, with the same names.
+    """
+    found: dict[Value, Any] = {}
+    for name, value in ours.items():
+        if sharded.is_sharded(value):  # one collective for each name, in the same order on all ranks
+            value = sharded.whole(value.detach())
+            value = value.cpu() if name in mine else None
+        if name in mine:
+            found[name] = value
+    return found
+
+
 def num_bytes(value: Any) -> int:
     """Bytes of a tensor; 0 for anything else."""
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
@@ -96,6 +113,9 @@ def same_memory(name: Value, value: Any) -> Any:
     """Equal for values that are the same tensor under two names, such as tied weights."""
     if isinstance(value, Deferred):
         return value.place
-    if not isinstance(value, Tensor) or value.numel() == 0:
+    if not isinstance(value, Tensor):
+        return name
+    value = sharded.local_part(value)
+    if value.numel() == 0:
         return name
     return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

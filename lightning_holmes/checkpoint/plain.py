@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.comm.edges import Edges
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline import tree
@@ -34,8 +35,14 @@ def gather_parts(edges: Edges | None, part: Mapping[Any, Any], *, root: int) -> 
     return whole
 
 
-def module_state_dict(pipeline: PipelineModule, edges: Edges | None, *, root: int) -> dict[str, Any]:
-    """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere."""
+def module_state_dict(
+    pipeline: PipelineModule, edges: Edges | None, *, root: int, keeps: bool = True
+) -> dict[str, Any]:
+    """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere.
+
+    All ranks of the replica must call: those of a tensor group make its tensors whole together, and one of them
+    ``keeps`` them.
+    """
     module = pipeline.module
     first_names = {id(p): n for n, p in module.named_parameters()}
     local: dict[str, Any] = {}
@@ -43,7 +50,11 @@ def module_state_dict(pipeline: PipelineModule, edges: Edges | None, *, root: in
     for key, value in module.state_dict(keep_vars=True).items():
         order.append(key)
         if pipeline.is_owner(first_names.get(id(value), key)):
-            local[key] = value.detach() if isinstance(value, Tensor) else value
+            found = tree.map_tensors(whole_on_host, value)
+            if keeps:
+                local[key] = found
+    if not keeps:
+        return {}
     whole = gather_parts(edges, local, root=root)
     return {key: whole[key] for key in order if key in whole}
 
@@ -83,16 +94,20 @@ def optimizer_state_dict(
     edges: Edges | None,
     *,
     root: int,
+    keeps: bool = True,
 ) -> dict[str, Any]:
     """The optimizer's state as plain Lightning numbers it (by place in the whole module's groups), on the
-    pipeline's rank ``root``; without states elsewhere."""
+    pipeline's rank ``root``; without states elsewhere. All ranks of the replica must call, one of a tensor group
+    ``keeps`` it."""
     parameters = dict(pipeline.module.named_parameters())
-    local = {
-        name: dict(optimizer.state[parameters[name]])
-        for names in groups
-        for name in names
-        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state
-    }
+    local: dict[str, Any] = {}
+    for name in (name for names in groups for name in names):
+        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state:
+            found = tree.map_tensors(whole_on_host, dict(optimizer.state[parameters[name]]))
+            if keeps:
+                local[name] = found
+    if not keeps:
+        return {}
     whole = gather_parts(edges, local, root=root)
     state: dict[int, Any] = {}
     described = []
@@ -134,9 +149,10 @@ def load_optimizer_state_dict(
         for place, name in zip(saved_group["params"], names, strict=True):
             if name not in local:
                 continue
+            parameter = group["params"][len(entry["params"])]
             entry["params"].append(number)
             if place in saved["state"]:
-                own["state"][number] = saved["state"][place]
+                own["state"][number] = {k: _laid_out(v, parameter) for k, v in saved["state"][place].items()}
             number += 1
         own["param_groups"].append(entry)
     optimizer.load_state_dict(own)
@@ -163,16 +179,27 @@ def fill_whole_module(
         for name, parameter in module.named_parameters():
             source = owner_rank[pipeline.owner_stage(name)]
             held = rank == source or name in pipeline.local_parameters
-            data = (
-                parameter.data.contiguous()
-                if held
-                else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            )
+            part = sharded.local_part(parameter).detach()
+            data = part.contiguous() if held else torch.empty(part.shape, dtype=part.dtype, device=part.device)
             dist.broadcast(data, source, group=group)
             if rank != source:
-                parameter.data = data
+                sharded.replace_local(parameter, data)
         for name, buffer in module.named_buffers():
-            data = buffer.detach().clone(memory_format=torch.contiguous_format)
+            part = sharded.local_part(buffer)
+            data = part.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(data, owner_rank[pipeline.owner_stage(name)], group=group)
-            if not torch.equal(data, buffer):
-                buffer.data = data
+            if not torch.equal(data, part):
+                sharded.replace_local(buffer, data)
+
+
+def whole_on_host(tensor: Tensor) -> Tensor:
+    """A tensor outside of autograd; of a sharded one all of it, on the host. Its tensor group must call."""
+    found = sharded.whole(tensor.detach())
+    return found.cpu() if sharded.is_sharded(tensor) else found
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """A saved entry of an optimizer's state for ``parameter``: this rank's part, if that is what the optimizer holds."""
+    if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+        return sharded.share_of(value, parameter)
+    return value

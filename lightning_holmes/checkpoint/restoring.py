@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
 from lightning_holmes.checkpoint.plain import load_optimizer_state_dict
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -39,6 +40,9 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
         raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
     wanted = [key for key in names if key not in elsewhere]
     part = saved.read_many(wanted) if isinstance(saved, FolderStateDict) else {key: saved[key] for key in wanted}
+    for key, value in part.items():
+        if key in expected and isinstance(value, Tensor) and value.shape == expected[key].shape:
+            part[key] = sharded.share_of(value, expected[key])
     result = module.load_state_dict(part, strict=False)
     missing = [key for key in result.missing_keys if key not in elsewhere]
     if strict and (missing or result.unexpected_keys):

@@ -69,12 +69,15 @@ class GroupBuilder:
         return created
 
     def build_single(self, rank: int, name: str) -> dist.ProcessGroup | None:
-        """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks."""
+        """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks. Stays (see `keep`)."""
         created = self._create((rank,), name, on_host=False)
-        if self.rank != rank:
-            return None
-        self.owned.append(created)
-        return created
+        return created if self.rank == rank else None
+
+    def keep(self, group: dist.ProcessGroup | None) -> None:
+        """Never release a group that DTensors use: torch remembers how operators lay out their results, and gives those
+        of a later, equal DeviceMesh the mesh, and so the groups, of the first (torch 2.13, its sharding cache)."""
+        if group is not None and group in self.owned:
+            self.owned.remove(group)
 
     def _create(self, ranks: Sequence[int], name: str, *, on_host: bool) -> dist.ProcessGroup:
         options: Any = None
@@ -152,6 +155,7 @@ def build_process_groups(
         ranks = placement.tensor_parallel_group(stage_rank, replica)
         name = f"{stage_rank}_{replica}"
         tensor_parallel = builder.build(ranks, f"holmes_tensor_parallel_{name}") or tensor_parallel
+        builder.keep(tensor_parallel)
         tensor_messages = builder.build(ranks, f"holmes_tensor_messages_{name}", on_host=True) or tensor_messages
     pipeline = messages = None
     outgoing: dict[int, dist.ProcessGroup] = {}

@@ -38,7 +38,7 @@ from lightning_holmes.pipeline.attributes import AttributeWatch, Place, Use, cha
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.torch_private import TorchDispatchMode, collective_group, operator_name, written_arguments
+from lightning_holmes.torch_private import TorchDispatchMode, collective_ranks, operator_name, written_arguments
 
 # operators whose result depends on the shape and type of a tensor, not on its values
 _VALUE_FREE = frozenset(
@@ -143,7 +143,7 @@ class _Tracer:
         self.sharded_outputs: set[tuple[int, int]] = set()
         mesh = module.device_mesh
         has_axis = mesh is not None and sharded.AXIS in (mesh.mesh_dim_names or ())
-        self.tensor_group = mesh[sharded.AXIS].get_group().group_name if mesh is not None and has_axis else None
+        self.tensor_ranks = mesh[sharded.AXIS].mesh.tolist() if mesh is not None and has_axis else None
 
     # sources and storages
 
@@ -185,9 +185,9 @@ class _Tracer:
 
     def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a collective stays among the ranks that run this step together, or only waits for one that does."""
-        if self.tensor_group is None or operator.namespace == "c10d":
+        if self.tensor_ranks is None or operator.namespace == "c10d":
             return False
-        return collective_group(operator, args, kwargs) in (None, self.tensor_group)
+        return collective_ranks(operator, args, kwargs) in (None, self.tensor_ranks)
 
     # the run
 
