@@ -10,8 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.torch_private import is_batch_norm
 
 _BATCH_HOOKS = {
     "training_step": (
@@ -77,27 +77,29 @@ def check_arguments(
         raise ConfigurationError('schedule="interleaved_1f1b" needs num_chunks of at least 2, say num_chunks=2')
 
 
-def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", plugin: Precision, *, is_pipeline: bool) -> None:
+def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
     """Refuse what a trainer is to do with a module in fit, where the pipeline could not do it exactly.
 
     Raises:
         UnsupportedModuleError: names what it is and the cure.
     """
     name = type(module).__name__
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise UnsupportedModuleError(
-            'precision="16-mixed" scales the loss behind the pipeline\'s back; use "bf16-mixed", "bf16-true" or "32-true"'
-        )
     if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
         raise UnsupportedModuleError(
             f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
             f"gradients begin anew is then not known; remove one of them"
         )
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
-        if isinstance(callback, (BaseFinetuning, WeightAveraging, StochasticWeightAveraging)):
+        if isinstance(callback, BaseFinetuning):
             raise UnsupportedModuleError(
-                f"the callback {type(callback).__name__} works on all parameters of the module, but each stage of a "
-                f"pipeline has its own only; leave it out, or use pipeline_parallel_size=1"
+                f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains, but "
+                f"each stage of a pipeline has its own only; give configure_optimizers all parameters and freeze some "
+                f"by requires_grad, or use pipeline_parallel_size=1"
+            )
+        if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
+            raise UnsupportedModuleError(
+                f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "
+                f"pipeline cannot; use GroupNorm or LayerNorm, or pipeline_parallel_size=1"
             )
 
 
@@ -146,13 +148,6 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
-    for hook in ("on_before_optimizer_step", "on_after_backward") if is_pipeline else ():
-        code = getattr(inspect.unwrap(getattr(type(module), hook)), "__code__", None)
-        if code is not None and "grad_norm" in code.co_names:
-            raise UnsupportedModuleError(
-                f"{name}.{hook} calls grad_norm, which sees one stage's gradients; "
-                f"self.trainer.strategy.global_grad_norm(self.parameters()) gives the norm of the whole model"
-            )
     override = getattr(type(module), "configure_gradient_clipping", None)
     if is_overridden("configure_gradient_clipping", module) and override is not None:
         code = getattr(inspect.unwrap(override), "__code__", None)

@@ -1,0 +1,60 @@
+"""Loss scaling for 16-bit floats across the stages of a pipeline: one scale, and one verdict on overflow.
+
+The scaler is the user's, ``torch.amp.GradScaler`` or what ``precision="16-mixed"`` makes. It looks at this rank's
+gradients only; an overflow on another stage is shown to it as one here, so that all skip the step and lower the scale.
+
+    losses are multiplied by scale.factor() on the last stage
+    scale.agree(parameters)        # behind the reduction, before the scaler unscales
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_holmes.errors import UnsupportedModuleError
+
+
+class LossScale:
+    """The scale of ``scaler`` (anything with ``get_scale``) and the agreement on overflow.
+
+    Args:
+        pipeline_group: the ranks of this pipeline, which all call :meth:`agree`; None if there is one stage.
+    """
+
+    def __init__(self, scaler: Any, pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._scaler = scaler
+        self._group = pipeline_group
+        self._device = device
+
+    def factor(self) -> float:
+        """What losses are multiplied by."""
+        return float(self._scaler.get_scale())
+
+    def agree(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Let every stage see an overflow where one stage has one; whether there was any.
+
+        Raises:
+            UnsupportedModuleError: this stage has no gradient at all, with which a scaler cannot work.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        finite = [gradient.isfinite().all() for gradient in gradients]
+        state = torch.zeros(2, device=self._device)  # an overflow anywhere; a stage without gradients
+        if finite:
+            state[0] = 1.0 - torch.stack(finite).all().to(torch.float32)
+        else:
+            state[1] = 1.0
+        if self._group is not None:
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
+        overflow, without = state.tolist()
+        if without:
+            raise UnsupportedModuleError(
+                "a stage of the pipeline has no gradient (all its parameters are frozen), and the GradScaler of "
+                'precision="16-mixed" needs one on every stage: use bf16-mixed, or a partition with some trained layer on '
+                "each stage"
+            )
+        if overflow and bool(torch.stack(finite).all()):
+            gradients[0].view(-1)[:1].fill_(float("inf"))
+        return bool(overflow)

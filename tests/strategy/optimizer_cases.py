@@ -1,0 +1,254 @@
+"""Small fits with many optimizers, precisions and callbacks; each in one plain process and on every rank of a pipeline."""
+
+import logging
+import math
+import os
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from strategy_cases import Classifier, Setting, build, differences, outcome, samples, weights
+from torch import nn
+
+from lightning_holmes import HolmesStrategy
+
+__all__ = ["CASES", "Setting", "differences"]
+
+
+class Chosen(Classifier):
+    """The classifier with an optimizer of one's choice."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self)
+
+
+def train(setting: Setting, make: Any, cls: type[Chosen] = Chosen, **options: Any) -> Any:
+    module = build(cls, make)
+    trainer = setting.trainer(**options)
+    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
+    return outcome(setting, trainer, module)
+
+
+def muon(module: nn.Module) -> Any:
+    """Matrices of the blocks only: the stem's and head's stages differ in what they have."""
+    matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and n.startswith("blocks.0")]
+    rest = [p for n, p in module.named_parameters() if p.ndim == 2 and not n.startswith("blocks.0")]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.ndim == 2)
+    return torch.optim.Muon([{"params": matrices, "lr": 0.05}, {"params": rest, "lr": 0.02}])
+
+
+def one_stage_only(make: Any) -> Any:
+    """Nothing of the second stage is in the optimizer."""
+    return lambda module: make([p for n, p in module.named_parameters() if n.startswith(("stem", "blocks.0"))])
+
+
+def case_optimizers(setting: Setting) -> Any:
+    """Many of torch's optimizers, with foreach and fused, and groups that a stage has nothing of."""
+    choices: dict[str, Any] = {
+        "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), 0.05, foreach=True),
+        "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), 0.05, fused=True),
+        "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True, fused=True),
+        "muon": muon,
+        "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.01, momentum=0.5, centered=True),
+        "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.05, lr_decay=0.1),
+        "nadam": lambda m: torch.optim.NAdam(m.parameters(), 0.02),
+        "radam": lambda m: torch.optim.RAdam(m.parameters(), 0.02, foreach=True),
+        "adamax": lambda m: torch.optim.Adamax(m.parameters(), 0.02),
+        "asgd": lambda m: torch.optim.ASGD(m.parameters(), 0.05),
+        "rprop": lambda m: torch.optim.Rprop(m.parameters(), 0.01),
+        "adadelta": lambda m: torch.optim.Adadelta(m.parameters(), 1.0),
+        "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), 0.05),
+        "empty_adamw_fused": one_stage_only(lambda p: torch.optim.AdamW(p, 0.05, fused=True)),
+        "empty_sgd": one_stage_only(lambda p: torch.optim.SGD(p, 0.1, foreach=True)),
+        "empty_muon": lambda m: torch.optim.Muon([m.stem.weight, m.blocks[0].linear.weight], 0.05),
+    }
+    found = {}
+    for name, make in choices.items():
+        try:
+            found[name] = train(setting, make, max_epochs=1)["weights"]
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{name}: {error}") from error
+    return found
+
+
+class Schedules(Chosen):
+    def configure_optimizers(self) -> Any:
+        decayed = [(n, p) for n, p in self.named_parameters() if p.ndim == 2]
+        rest = [(n, p) for n, p in self.named_parameters() if p.ndim != 2]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], 0.05)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates = [g["lr"] for g in optimizer.param_groups]
+        self.log("rate", self.rates[0])
+
+
+def case_named_groups_and_schedules(setting: Setting) -> Any:
+    return train(setting, None, Schedules)
+
+
+class Norms(Chosen):
+    """Logs the gradients' norms as Lightning's documentation shows."""
+
+    norms: Any = ()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        blocks = grad_norm(self.blocks, "inf")
+        self.norms = (*self.norms, {k: float(v) for k, v in {**norms, **blocks}.items()})
+
+
+def case_grad_norm(setting: Setting) -> Any:
+    module = build(Norms, lambda m: torch.optim.SGD(m.parameters(), 0.1))
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(module, setting.loader(samples()))
+    return {"norms": list(module.norms), "lines": list(setting.recorder.lines)}
+
+
+# averages
+
+
+def adam(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters(), 0.05)
+
+
+def case_averages(setting: Setting) -> Any:
+    found: dict[str, Any] = {}
+    made = {
+        "ema": lambda: EMAWeightAveraging(decay=0.8),
+        "mean": lambda: WeightAveraging(use_buffers=False),
+        "swa": lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2),
+    }
+    for name, callback in made.items():
+        keep = ModelCheckpoint(setting.folder / name, save_last=True, every_n_epochs=1)
+        found[name] = train(setting, adam, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True)
+        # stopped after two epochs and resumed
+        first, second = setting.folder / f"{name}_first", build(Chosen, adam)
+        keep = ModelCheckpoint(first, save_last=True)
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 4}
+        loaders = setting.loader(samples()), setting.loader(samples(16, 1))
+        setting.trainer(callbacks=[callback(), keep, Stop()], **options).fit(second, *loaders)
+        third = build(Chosen, adam)
+        trainer = setting.trainer(callbacks=[callback()], max_epochs=4)
+        trainer.fit(third, *loaders, ckpt_path=keep.last_model_path)
+        found[f"{name}_resumed"] = weights(third)
+    return found
+
+
+class Stop(pl.Callback):
+    """Stops a run after two epochs that was to take longer."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch >= 1
+
+
+# precision and accidents
+
+
+class Overflows(Chosen):
+    """Overflows in 16-bit floats at first, on the stage that holds the last block; later it does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+def case_loss_scaling(setting: Setting) -> Any:
+    """A true GradScaler whose first scale overflows. 16-bit floats on the CPU, in torch's autocast."""
+    found = {}
+    for name, first in (("fits", 2.0**8), ("overflows", 2.0**40)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        module = build(Chosen, adam)
+        trainer = setting.trainer(plugins=[plugin], gradient_clip_val=0.5, max_epochs=6)
+        trainer.fit(module, setting.loader(samples()))
+        found[name] = {"weights": weights(module), "scale": scaler.get_scale()}
+    return found
+
+
+def case_nan_loss(setting: Setting) -> Any:
+    """Every rank's hooks see the last stage's NaN, and Lightning's EarlyStopping stops them all."""
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    class Broken(Chosen):
+        seen: Any = ()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 1 else loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen = (*self.seen, math.isnan(float(outputs["loss"])))
+
+    module = build(Broken, adam)
+    stop = EarlyStopping("loss", check_on_train_epoch_end=True)
+    trainer = setting.trainer(callbacks=[stop], max_epochs=5)
+    trainer.fit(module, setting.loader(samples()))
+    return {"seen": list(module.seen), "epoch": trainer.current_epoch}
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+
+def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.INFO)
+    results = {}
+    for name in payload["cases"]:
+        setting = Setting(Path(payload["folder"]) / name, payload["holmes"])
+        try:
+            results[name] = CASES[name](setting)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            break
+    return results
+
+
+def anomaly(payload: dict[str, Any]) -> str:
+    """What a rank's fit ends with when a gradient of the second stage becomes NaN under detect_anomaly."""
+
+    class Broken(Chosen):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            logits = self(x)
+            return nn.functional.cross_entropy(logits, y) + 0 * (logits - logits).sqrt().sum()
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=HolmesStrategy(pipeline_parallel_size=2),
+        detect_anomaly=True,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(build(Broken, adam), torch.utils.data.DataLoader(samples(), 8))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained on"

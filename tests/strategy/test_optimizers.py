@@ -1,0 +1,57 @@
+"""Optimizers, precisions and averages over stages: on every rank the numbers of plain Lightning in one process.
+
+Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches (one microbatch). Tolerance: 1e-5 relative in
+fp32; 2e-3 with 16-bit floats, whose 10 bits round sums in another order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import launch
+from optimizer_cases import CASES, differences, run_cases
+
+TOLERANCE = {"loss_scaling": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    payload = {"cases": list(CASES), "folder": str(tmp_path_factory.mktemp("plain")), "holmes": None}
+    plain = run_cases(payload)
+    holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1}
+    staged = payload | {"holmes": holmes, "folder": str(tmp_path_factory.mktemp("staged"))}
+    return plain, launch(2, "optimizer_cases:run_cases", staged, timeout_s=200)
+
+
+@pytest.mark.xdist_group("optimizers")
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any) -> None:
+    plain, staged = runs
+    for rank, results in enumerate([plain, *staged]):
+        assert name in results, f"an earlier case ended the run: {list(results)[-1]}"
+        assert "error" not in results[name], f"{'plain' if rank == 0 else f'rank {rank - 1}'}: {results[name]['error']}"
+    for rank, results in enumerate(staged):
+        found = differences(plain[name], results[name], relative=TOLERANCE.get(name, 1e-5))
+        assert not found, f"rank {rank} differs from plain Lightning:\n" + "\n".join(found[:20])
+
+
+@pytest.mark.xdist_group("optimizers")
+def test_an_average_goes_on_where_it_stopped(runs: Any) -> None:
+    for results in runs[1]:
+        for name in ("ema", "mean"):
+            averages = results["averages"]
+            assert not differences(averages[name]["weights"], averages[f"{name}_resumed"], relative=1e-5)
+
+
+@pytest.mark.xdist_group("optimizers")
+def test_an_overflow_is_skipped_by_all_stages(runs: Any) -> None:
+    for results in runs:
+        for result in results if isinstance(results, list) else [results]:
+            assert result["loss_scaling"]["overflows"]["scale"] < 2.0**40
+
+
+@pytest.mark.xdist_group("optimizers")
+def test_an_anomaly_ends_all_ranks_and_names_the_operator(tmp_path: Path) -> None:
+    last, first = launch(2, "optimizer_cases:anomaly", {}, timeout_s=100)[::-1]
+    assert "SqrtBackward0" in last and "nan" in last
+    assert "rank 1" in first and "SqrtBackward0" in first
