@@ -37,8 +37,8 @@ class Chosen(Classifier):
         return self.make(self)
 
 
-def train(setting: Setting, make: Any, cls: type[Chosen] = Chosen, **options: Any) -> Any:
-    module = build(cls, make)
+def train(setting: Setting, make: Any, cls: type[Classifier] = Chosen, **options: Any) -> Any:
+    module = build(cls) if make is None else build(cls, make)
     trainer = setting.trainer(**options)
     trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
     return outcome(setting, trainer, module)
@@ -88,7 +88,7 @@ def case_optimizers(setting: Setting) -> Any:
     return found
 
 
-class Schedules(Chosen):
+class Schedules(Classifier):
     def configure_optimizers(self) -> Any:
         decayed = [(n, p) for n, p in self.named_parameters() if p.ndim == 2]
         rest = [(n, p) for n, p in self.named_parameters() if p.ndim != 2]
@@ -142,14 +142,14 @@ def case_averages(setting: Setting) -> Any:
     }
     for name, callback in made.items():
         keep = ModelCheckpoint(setting.folder / name, save_last=True, every_n_epochs=1)
-        found[name] = train(setting, adam, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True)
+        found[name] = train(setting, None, Classifier, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True)
         # stopped after two epochs and resumed
-        first, second = setting.folder / f"{name}_first", build(Chosen, adam)
+        first, second = setting.folder / f"{name}_first", build()
         keep = ModelCheckpoint(first, save_last=True)
         options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 4}
         loaders = setting.loader(samples()), setting.loader(samples(16, 1))
         setting.trainer(callbacks=[callback(), keep, Stop()], **options).fit(second, *loaders)
-        third = build(Chosen, adam)
+        third = build()
         trainer = setting.trainer(callbacks=[callback()], max_epochs=4)
         trainer.fit(third, *loaders, ckpt_path=keep.last_model_path)
         found[f"{name}_resumed"] = weights(third)
@@ -164,15 +164,6 @@ class Stop(pl.Callback):
 
 
 # precision and accidents
-
-
-class Overflows(Chosen):
-    """Overflows in 16-bit floats at first, on the stage that holds the last block; later it does not."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, _ = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
 
 def case_loss_scaling(setting: Setting) -> Any:
