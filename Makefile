@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: '$(PYTHON)' cannot create virtual environments. Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt \
-		-e '.[dev,hf,plot,testbed]' torchdata tensorboard peft
+		-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
 	@touch $@
 
 demo: install ## train a small GPT on 4 processes laid out as two clusters (about 3 minutes on 2 cores)

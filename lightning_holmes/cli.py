@@ -14,6 +14,10 @@ strategy's. It exits with 0 where all agrees, with 1 where something differs.
 `plan` reads them, too, and says what a run will cost before it is started: without GPUs, weights or network
 (commands/plan.py).
 
+    lightning-holmes --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-holmes
+
+Completion in the shell: of commands and all options.
+
 Errors in what the user gave are printed as one message, without a traceback; the exit code is then 2.
 """
 
@@ -27,15 +31,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.loggers import RunRecord
 
 CHECK, PLAN = "check", "plan"
 
@@ -106,12 +112,28 @@ class HolmesTrainer(Trainer):
         raise NotImplementedError("HolmesCLI runs plan without a trainer")
 
 
+class RecordedConfig(SaveConfigCallback):
+    """Saves the configuration as Lightning does, and gives it and the plan to the loggers."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record.on_fit_start(trainer, pl_module)
+
+
 class HolmesCLI(LightningCLI):
     """LightningCLI with the subcommands `check` and `plan`."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), CHECK: set(), PLAN: set()}
+
+    def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        for name, (_, text) in COMMANDS.items():  # main runs them; here for --help and for completion
+            parser._subcommands_action.add_subcommand(name, ArgumentParser(description=text), help=text)
 
     def instantiate_classes(self) -> None:
         if self.subcommand == PLAN:
@@ -138,6 +160,8 @@ class HolmesCLI(LightningCLI):
 
     def run_check(self) -> None:
         options = self.config_init[CHECK]
+        if next(self.model.parameters(), None) is None:  # left to configure_model, which a trainer would call
+            self.model.configure_model()
         arguments = {**_CHECK_DEFAULTS, **self.strategy_args}
         for name in ("pipeline_parallel_size", "num_microbatches", "schedule"):
             if options[name] is not None:
@@ -219,18 +243,19 @@ def make_strategy_args(strategy: Any) -> dict[str, Any]:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` default to the process's."""
     given = list(args) if args is not None else sys.argv[1:]
+    set_parsing_settings(add_print_completion_argument=True)
     try:
         if given and given[0] in COMMANDS:
             run_command(given[0], given[1:])
             return
         HolmesCLI(
             trainer_class=HolmesTrainer,
+            save_config_callback=RecordedConfig,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={
                 "prog": "lightning-holmes",
                 "version": version("lightning-holmes"),
                 "description": "Train LightningModules as a pipeline across clusters.",
-                "epilog": "Further commands: " + "; ".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items()),
             },
             auto_configure_optimizers=False,
             args=None if args is None else given,

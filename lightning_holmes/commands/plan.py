@@ -77,7 +77,7 @@ def run_plan(
     precision = str(trainer.get("precision") or "32-true")
     dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
     with _default_dtype(dtype):  # as Lightning's precision plugin does
-        model = build_model() if request.profile == "measure" else _build(build_model)
+        model = configured(build_model()) if request.profile == "measure" else _build(build_model)
     batch = _batch(request, model, load_batch)
     batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     samples = BatchSplitter().batch_size(batch)
@@ -159,11 +159,18 @@ def _empty(shape: str, text: str) -> torch.Tensor:
 def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
     """The module without weights, where it can be built so; else as it builds itself (from_pretrained)."""
     try:
-        return build_fake(build_model)
+        return build_fake(lambda: configured(build_model()))
     except ConfigurationError:
         raise
     except Exception:
-        return build_model()
+        return configured(build_model())
+
+
+def configured(model: LightningModule) -> LightningModule:
+    """The same module, with what it leaves to configure_model, which a trainer would call."""
+    if next(model.parameters(), None) is None:
+        model.configure_model()
+    return model
 
 
 def _batch(request: PlanRequest, model: LightningModule, load_batch: Callable[[LightningModule], Any] | None) -> Any:

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.models.optimizer import build_adamw
@@ -80,8 +81,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float, gradient_checkpointing: bool = False) -> None:
         super().__init__()
+        self.gradient_checkpointing = gradient_checkpointing
         self.attention_norm = nn.LayerNorm(hidden_size, bias=False)
         self.attention = Attention(hidden_size, num_heads, dropout)
         self.mlp_norm = nn.LayerNorm(hidden_size, bias=False)
@@ -93,6 +95,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            x_BSD = checkpoint(self._compute, x_BSD, cos, sin, use_reentrant=False)
+            return x_BSD
+        return self._compute(x_BSD, cos, sin)
+
+    def _compute(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), cos, sin))
         x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
@@ -103,6 +111,8 @@ class GPT(LightningModule):
 
     `learning_rate` rises linearly over `warmup_steps`, then falls along a cosine to `min_learning_rate_ratio`
     of its peak at the last step of the run. Parameters with one dimension are not decayed.
+
+    With `gradient_checkpointing` a layer keeps its input only, and is computed again in the backward.
 
     With `defer_init` the layers are made by `configure_model`, which the trainer calls: under HolmesStrategy a process
     then allocates its own layers only, and initial weights depend on the seed and their names.
@@ -123,6 +133,7 @@ class GPT(LightningModule):
         warmup_steps: int = 20,
         betas: tuple[float, float] = (0.9, 0.95),
         tie_embeddings: bool = False,
+        gradient_checkpointing: bool = False,
         defer_init: bool = False,
     ) -> None:
         super().__init__()
@@ -166,7 +177,8 @@ class GPT(LightningModule):
         self.rotary = RotaryEmbedding(shape.hidden_size // shape.num_heads)
         self.dropout = nn.Dropout(shape.dropout)
         self.layers = nn.ModuleList(
-            Block(shape.hidden_size, shape.num_heads, shape.dropout) for _ in range(shape.num_layers)
+            Block(shape.hidden_size, shape.num_heads, shape.dropout, shape.gradient_checkpointing)
+            for _ in range(shape.num_layers)
         )
         self.norm = nn.LayerNorm(shape.hidden_size, bias=False)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)

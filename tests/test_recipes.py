@@ -1,0 +1,263 @@
+"""Every recipe: its files, its round trip through --print_config, its model without weights and its plan; some are run."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from launch import launch
+from test_cli import run
+
+from lightning_holmes import HolmesStrategy, loggers
+from lightning_holmes.cluster.topology import Topology
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
+# a batch of one replica, and the parameters of the whole model, counted by hand below
+LARGE = {
+    "gpt_3.6b": ("input_ids=32x2048:int64,labels=32x2048:int64", 30, 3072, 16),
+    "gpt_7.5b": ("input_ids=32x2048:int64,labels=32x2048:int64", 36, 4096, 32),
+    "gpt_39.1b": ("input_ids=64x2048:int64,labels=64x2048:int64", 48, 8192, 64),
+    "llama_8b": ("input_ids=32x8192:int64", 32, None, 32),
+}
+FINETUNE = ("finetune", "finetune_lora")
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning-holmes"])
+
+
+def config_of(recipe: str) -> str:
+    return f"recipes/{recipe}/config.yaml"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_files_and_round_trip(capsys, tmp_path, recipe):
+    folder = ROOT / "recipes" / recipe
+    topology = Topology.from_yaml(folder / "topology.yaml")
+    assert len(topology.clusters) == 2
+    text = (folder / "README.md").read_text()
+    for word in (f"recipes/{recipe}/config.yaml", "torchrun", "sbatch", "MASTER_PORT", "port_range"):
+        assert word in text, word
+    code, out, err = run(capsys, "fit", "--config", config_of(recipe), "--print_config")
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["trainer"]["strategy"]["init_args"]["topology"] == f"recipes/{recipe}/topology.yaml"
+    nodes, devices = printed["trainer"]["num_nodes"], printed["trainer"]["devices"]
+    assert nodes * devices == topology.num_devices or (nodes, devices) == (1, topology.num_devices)
+    (tmp_path / "again.yaml").write_text(out)
+    code, again, err = run(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
+    assert code == 0 and again == out, err
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_a_large_models_plan_is_that_of_its_config(capsys, recipe):
+    shape, layers, hidden, num_microbatches = LARGE[recipe]
+    config = yaml.safe_load((ROOT / config_of(recipe)).read_text())
+    command = ["plan", "--config", config_of(recipe), f"--batch_shape={shape}", "--device_type=A100-80GB"]
+    code, out, err = run(capsys, *command, "--data=null", "--format=json")
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    strategy = config["trainer"]["strategy"]["init_args"]
+    assert data["best"]["pipeline_parallel_size"] == strategy["pipeline_parallel_size"]
+    assert data["best"]["num_microbatches"] == strategy["num_microbatches"] == num_microbatches
+    assert sum(data["best"]["partition"]) == layers == len(data["model"]["layers"])
+    parameters = data["model"]["layers"][0]["parameter_bytes"] / 4
+    if hidden is not None:
+        assert parameters == 12 * hidden**2 + 2 * hidden
+        assert config["model"]["init_args"]["num_layers"] == layers
+    else:  # attention with grouped keys, gated MLP, two norms
+        assert parameters == 4096**2 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    samples, replicas = int(shape.split("=")[1].split("x")[0]), data["best"]["data_parallel_size"]
+    assert config["data"]["init_args"]["batch_size"] == samples and data["batch_samples"] == samples * replicas
+
+
+@pytest.fixture(scope="module")
+def tune(tmp_path_factory):
+    """A tiny model's folder with its tokenizer, and a token file."""
+    pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path_factory.mktemp("tune")
+    torch.manual_seed(0)
+    settings = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=4, max_position_embeddings=64, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    from lightning_holmes.commands.tokenize import main as tokenize
+
+    tokenize([str(ROOT / "recipes"), "--tokenizer", "bytes", "--output", str(folder / "tune.bin")])
+    return folder
+
+
+def tune_options(recipe: str, tune: Path, folder: Path) -> list[str]:
+    return [
+        "fit",
+        f"--config={config_of(recipe)}",
+        f"--model.init_args.pretrained={tune / 'base'}",
+        "--model.init_args.learning_rate=0.02",
+        "--model.init_args.warmup_steps=1",
+        f"--data.init_args.paths={tune / 'tune.bin'}",
+        "--data.init_args.dtype=uint16",
+        "--data.init_args.sequence_length=32",
+        "--trainer.precision=32-true",
+        "--trainer.accelerator=cpu",
+        "--trainer.max_steps=4",
+        "--trainer.val_check_interval=4",
+        "--trainer.limit_val_batches=1",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.callbacks=null",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        f"--trainer.logger.init_args.save_dir={folder}",
+        "--trainer.logger.init_args.version=0",
+    ]
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = (folder / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("train_loss")
+    return [float(value) for line in lines[1:] if (value := line.split(",")[column])]
+
+
+def run_cli(payload):
+    """Run one command in each process of a job."""
+    from lightning_holmes.cli import main
+
+    os.chdir(ROOT)
+    for args in payload:
+        main(args)
+
+
+def test_fine_tuning_runs_in_two_processes_as_in_one(capsys, tmp_path, tune):
+    """Whole and LoRA, two stages. Baseline: plain Lightning in one process, same seed; 1e-4."""
+    commands = []
+    for recipe in FINETUNE:
+        plain = tune_options(recipe, tune, tmp_path / f"{recipe}_plain")
+        code, _, err = run(capsys, *plain, "--trainer.strategy=auto", "--trainer.devices=1")
+        assert code == 0, err
+        staged = tune_options(recipe, tune, tmp_path / f"{recipe}_staged")
+        commands.append(
+            [
+                *staged,
+                "--trainer.devices=2",
+                "--trainer.strategy.init_args.topology=auto",
+                "--trainer.strategy.init_args.pipeline_parallel_size=2",
+                "--trainer.strategy.init_args.num_microbatches=2",
+            ]
+        )
+    launch(2, "test_recipes:run_cli", commands, timeout_s=120)
+    for recipe in FINETUNE:
+        plain, staged = (losses_of(tmp_path / f"{recipe}_{kind}") for kind in ("plain", "staged"))
+        assert len(plain) == 4 and plain[-1] < plain[0]
+        assert staged == pytest.approx(plain, rel=1e-4)
+        logs = tmp_path / f"{recipe}_staged/lightning_logs/version_0"
+        assert "pipeline_parallel_size: 2" in (logs / "plan.yaml").read_text()
+        assert (logs / "config.yaml").is_file()
+
+
+SMALL = ["--model.init_args.hidden_size=16", "--model.init_args.num_layers=2", "--data.init_args.max_bytes=50000"]
+SHORT = ["--trainer.max_steps=3", "--trainer.callbacks=null", "--trainer.limit_val_batches=0"]
+ALONE = ["--trainer.devices=1", "--trainer.strategy.init_args.topology=auto", "--trainer.log_every_n_steps=1"]
+
+
+def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
+    pytest.importorskip("tensorboard")
+    logger = ["--trainer.logger=TensorBoardLogger", f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    options = [*SMALL, *SHORT, *ALONE, *logger, "--trainer.logger.init_args.version=0"]
+    code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
+    assert code == 0, err
+    (tmp_path / "printed.yaml").write_text(out)
+    code, _, err = run(capsys, "fit", "--config", str(tmp_path / "printed.yaml"), "--trainer.enable_progress_bar=false")
+    assert code == 0, err
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "lightning_logs/version_0"))
+    events.Reload()
+    assert len(events.Scalars("train_loss")) == 3
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert "|pipeline rank|" in texts["plan/text_summary"] and "hidden_size: 16" in texts["config/text_summary"]
+
+
+@pytest.mark.parametrize("key", [None, "0123456789" * 4])
+def test_wandb_stays_offline_without_a_login_or_a_network(capsys, tmp_path, monkeypatch, key):
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    if key is None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    wandb.teardown()
+    began = time.monotonic()
+    folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
+    try:
+        options = [*SMALL, *SHORT, *ALONE, folder, "--trainer.enable_progress_bar=false"]
+        code, _, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options)
+        assert code == 0, err
+        logged = wandb.run.config.as_dict()
+        assert wandb.run.settings.mode == "offline"
+        assert logged["config"]["model"]["init_args"]["hidden_size"] == 16
+        assert logged["plan"]["pipeline_parallel_size"] == 1
+        assert wandb.run.summary["plan"]["ncols"] == 5 and wandb.run.summary["train_loss"] > 0
+        wandb.finish()
+    finally:
+        wandb.teardown()
+    assert time.monotonic() - began < 60
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    assert ("nobody is logged in" if key is None else "127.0.0.1:9 does not answer") in reasons(key)
+
+
+def reasons(key: str | None) -> str:
+    """What the logger would say now."""
+    import wandb
+
+    try:
+        return loggers.why_offline() or ""
+    finally:
+        wandb.teardown()
+
+
+def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
+    import inspect
+
+    values = {
+        "topology": "recipes/gpt_tiny/topology.yaml",
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 1,
+        "num_microbatches": 3,
+        "eval_num_microbatches": 2,
+        "schedule": "gpipe",
+        "num_chunks": 1,
+        "partition": [3, 1],
+        "layers": "layers",
+        "broadcast_batch": True,
+        "save_distributed_checkpoint": False,
+        "async_checkpoint": True,
+        "process_group_backend": "gloo",
+        "timeout": "0:05:00",
+        "port_range": [29500, 29600],
+    }
+    assert set(inspect.signature(HolmesStrategy.__init__).parameters) - {"self"} == set(values)
+    options = [f"--trainer.strategy.init_args.{name}={json.dumps(value)}" for name, value in values.items()]
+    options = [option.replace('"', "") for option in options]
+    code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"] == values
+
+
+def test_completion_knows_all_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    code, out, err = run(capsys, "--print_completion=shtab-bash")
+    assert code == 0, err
+    for word in ("tokenize", "convert", "--trainer.strategy.num_microbatches", "--batch_shape"):
+        assert word in out, word
