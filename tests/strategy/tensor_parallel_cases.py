@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import UnsupportedModuleError
 
-STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 5, 8, 6, 8, 12, 6
+EPOCHS, STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 2, 3, 8, 6, 8, 12, 6
 
 
 class Block(nn.Module):
@@ -109,9 +110,10 @@ class Words(LightningModule):
 
 
 class Watch(Callback):
-    """Losses of the steps, and the norm of the gradient before it is clipped."""
+    """Losses of the steps, and the norm of the gradient before it is clipped; saves behind the first epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: str | None) -> None:
+        self.save = save
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -125,27 +127,24 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.save is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.save)
+
 
 def train(
-    strategy: Any,
-    *,
-    devices: int = 1,
-    style: str = "megatron",
-    dropout: float = 0.0,
-    steps: int = STEPS,
-    **options: Any,
+    strategy: Any, *, devices: int = 1, style: str = "megatron", dropout: float = 0.0, **options: Any
 ) -> tuple[Trainer, Watch]:
-    """A run of ``steps`` batches, clipped by norm, with a pass of validation at its end."""
+    """A run of two epochs, clipped by norm, with validation behind each."""
     seed_everything(11, verbose=False)
-    watch = Watch()
+    watch = Watch(options.pop("save", None))
     ckpt_path = options.pop("ckpt_path", None)
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2, **options}
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
         devices=devices,
-        max_steps=steps,
-        max_epochs=1,
+        max_epochs=EPOCHS,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         logger=False,
@@ -159,15 +158,19 @@ def train(
     return trainer, watch
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
-    """One run of a job, and what it found on this rank."""
+def run(case: dict[str, Any]) -> dict[str, Any] | str:
+    """One run of a job, and what it found on this rank; or why it was ``refused``."""
     case = dict(case)
+    if case.pop("refused", False):
+        try:
+            run(case)
+        except UnsupportedModuleError as refusal:
+            return str(refusal)
     arguments, devices = case.pop("strategy"), case.pop("devices")
-    save = case.pop("save", None)
     trainer, watch = train(HolmesStrategy(tensor_parallel_size=2, **arguments), devices=devices, **case)
     strategy = trainer.strategy
     assert isinstance(strategy, HolmesStrategy)
-    found = {
+    return {
         "losses": watch.losses,
         "norms": watch.norms,
         "val_loss": float(trainer.callback_metrics["val_loss"]),
@@ -179,11 +182,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for n, p in trainer.lightning_module.named_parameters()
         },
     }
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return found
 
 
-def run_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_all(cases: list[dict[str, Any]]) -> list[dict[str, Any] | str]:
     """Several runs of one job in turn."""
     return [run(case) for case in cases]

@@ -1,0 +1,106 @@
+"""tensor_parallel_size: modules that share their layers out by parallelize_module train as in one process.
+
+Baseline: the same module, whole, by plain Lightning in one process, fp32. Tolerance 1e-5, relative.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from lightning.pytorch import LightningModule
+from tensor_parallel_cases import STEPS, Words, train
+
+from lightning_holmes.checkpoint import read_state_dict
+
+REL = 1e-5
+
+
+class Baseline:
+    """A run in one process: losses, norms, and the weights at its end."""
+
+    def __init__(self, **options: Any) -> None:
+        trainer, watch = train("auto", **options)
+        self.losses, self.norms = watch.losses, watch.norms
+        self.val_loss = float(trainer.callback_metrics["val_loss"])
+        self.weights = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
+
+    def is_met_by(self, ranks: list[dict[str, Any]], *, skip: int = 0) -> None:
+        """Compare what the ranks of a job found; their losses are means over the replicas' batches."""
+        replicas = [found for found in ranks if found["coordinate"][0] == found["coordinate"][2] == 0]
+        losses = torch.tensor([found["losses"] for found in replicas]).mean(dim=0).tolist()
+        assert losses == pytest.approx(self.losses[skip:], rel=REL)
+        val_losses = [found["val_loss"] for found in replicas]
+        assert sum(val_losses) / len(val_losses) == pytest.approx(self.val_loss, rel=REL)
+        for found in ranks:
+            assert found["norms"] == pytest.approx(self.norms[skip:], rel=REL)
+            same = [other for other in ranks if other["coordinate"][1] == found["coordinate"][1]]
+            assert all(other["losses"] == found["losses"] for other in same)
+            self.has_weights(found["weights"])
+
+    def has_weights(self, weights: dict[str, Any]) -> None:
+        """Compare whole parameters."""
+        assert weights.keys() == self.weights.keys()
+        for name, weight in weights.items():
+            assert type(weight) is torch.Tensor, name
+            torch.testing.assert_close(weight, self.weights[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Baseline:
+    return Baseline()
+
+
+def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
+    """Pipeline x tensor and tensor x data; saved in either format, resumed in the other's layout and in one process."""
+    folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
+    pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    data = {"pipeline_parallel_size": 1}
+    cases: list[dict[str, Any]] = [
+        {"strategy": pipeline, "save": folder},
+        {"strategy": data | {"save_distributed_checkpoint": False}, "save": file},
+        {"strategy": data, "ckpt_path": folder},
+        {"strategy": pipeline, "style": "sequence", "ckpt_path": file},
+    ]
+    ranks = launch(4, "tensor_parallel_cases:run_all", [{"devices": 4, **case} for case in cases], timeout_s=150)
+    found = [[of_rank[index] for of_rank in ranks] for index in range(len(cases))]
+    baseline.is_met_by(found[0])
+    assert found[0][0]["axes"] == ("pipeline", "data_parallel", "tensor_parallel")
+    assert sorted(f["coordinate"] for f in found[0]) == [(p, 0, t) for p in (0, 1) for t in (0, 1)]
+    assert found[0][0]["grid"] == ((0, 1), (2, 3)) and found[1][0]["grid"] == ((0, 1, 2, 3),)
+    baseline.is_met_by(found[1])
+    baseline.is_met_by(found[2], skip=STEPS)
+    baseline.is_met_by(found[3], skip=STEPS)
+
+    saved = torch.load(file, weights_only=True)
+    assert all(type(value) is torch.Tensor for value in saved["state_dict"].values())
+    in_folder = read_state_dict(folder)
+    assert list(in_folder) == list(saved["state_dict"])
+    for name, value in in_folder.items():
+        torch.testing.assert_close(value, saved["state_dict"][name], rtol=1e-4, atol=1e-6, msg=name)
+    trainer, watch = train("auto", ckpt_path=file)  # plain Lightning goes on from what replicas of tensor groups wrote
+    assert watch.losses == pytest.approx(baseline.losses[STEPS:], rel=REL) and len(watch.losses) == STEPS
+    baseline.has_weights({n: p.detach() for n, p in trainer.lightning_module.named_parameters()})
+
+
+def test_two_processes(baseline: Baseline) -> None:
+    """A tensor group alone: clipped by norm and by value; a module that forgets a norm is refused by its name."""
+    by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    cases: list[dict[str, Any]] = [
+        {"strategy": {}},
+        {"strategy": {"num_microbatches": 2}, "style": "sequence", **by_value},
+        {"strategy": {}, "style": "wrong", "refused": True},
+    ]
+    ranks = launch(2, "tensor_parallel_cases:run_all", [{"devices": 2, **case} for case in cases], timeout_s=120)
+    baseline.is_met_by([found[0] for found in ranks])
+    Baseline(**by_value).is_met_by([found[1] for found in ranks])
+    for _, _, refusal in ranks:
+        assert "the gradients of blocks.1.norm.bias (and 1 more parameters) differ between the ranks" in refusal
+        assert "SequenceParallel()" in refusal
+
+
+def test_without_a_mesh_the_module_is_whole() -> None:
+    module: LightningModule = Words()
+    module.configure_model()
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters())
