@@ -130,4 +130,3 @@ class WeightAverages:
 
 def _is_averaged(module: nn.Module) -> bool:
     return hasattr(module, "n_averaged") and hasattr(module, "update_parameters")
-

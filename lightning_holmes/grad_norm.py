@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import lightning.pytorch.utilities
-import lightning.pytorch.utilities.grads
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
@@ -63,7 +61,8 @@ class GradNormExchange:
         mine = {
             name: float(parameter.grad.data.norm(norm_type))
             for name, parameter in parameters.items()
-            if parameter.grad is not None and (id(parameter) not in names or self._pipeline.is_owner(names[id(parameter)]))
+            if parameter.grad is not None
+            and (id(parameter) not in names or self._pipeline.is_owner(names[id(parameter)]))
         }
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, group=self._group)

@@ -13,6 +13,7 @@ Shapes: B samples, S positions, D hidden size, H heads, K head size, V vocabular
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -172,7 +173,7 @@ class GPT(LightningModule):
         """Make the layers, if they are not there yet."""
         if self._is_built:
             return
-        shape = self.hparams
+        shape: Any = self.hparams
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.rotary = RotaryEmbedding(shape.hidden_size // shape.num_heads)
         self.dropout = nn.Dropout(shape.dropout)

@@ -182,7 +182,7 @@ class HFCausalLM(LightningModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._build_for_use()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, **inputs: Any) -> Tensor:
         """Logits (B, S, V)."""
@@ -300,9 +300,7 @@ def _read_config(folder: str) -> Any:
             "Give a local folder that save_pretrained wrote; nothing is downloaded."
         )
     try:
-        return _import_transformers().AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return _import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error
 

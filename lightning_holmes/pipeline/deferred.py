@@ -100,7 +100,9 @@ class DeferredModule:
         """The absent parameters among ``names`` and all absent buffers that nothing gives a value."""
         assert self.module is not None
         parameters = {n for n, _ in self.module.named_parameters()}
-        return [n for n, t in _named_tensors(self.module) if (n not in parameters or n in names) and not self._is_written(t)]
+        return [
+            n for n, t in _named_tensors(self.module) if (n not in parameters or n in names) and not self._is_written(t)
+        ]
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -126,7 +128,9 @@ class DeferredModule:
         if device.type != "cpu":
             return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
         # memory that is only read stays the kernel's page of zeros; a stride of 0 would be copied by every product
-        pages = mmap.mmap(-1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(
+            -1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
     def materialise(

@@ -101,7 +101,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
         if any(not is_absent(t) for t in written):
-            raise UnsupportedModuleError(f"{operator_name(func)} writes values that are not there yet into a real tensor")
+            raise UnsupportedModuleError(
+                f"{operator_name(func)} writes values that are not there yet into a real tensor"
+            )
         output = func(*args, **kwargs)
         known = {self.key(t) for t in inputs}
         results = tree.tensors_of(output)

@@ -3,7 +3,7 @@
 NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own (NCCL_HOSTID) and
 they talk through sockets on the loopback: the real NCCL path, slow but whole. Baseline: plain Lightning in one
 process on the same GPU. Tolerance: 2e-2 relative on losses in bf16-mixed (8 bits of mantissa, sums in another
-order), 1e-4 in fp32.
+order) and 16-mixed, where the first steps may overflow and be skipped, 1e-4 in fp32.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2 x data 2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
     "pipeline 4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}),
 }
-TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
+TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2, "16-mixed": 2e-2}
 
 
 def ranks_on_one_gpu(rank: int) -> dict[str, str]:

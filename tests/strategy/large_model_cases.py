@@ -122,7 +122,9 @@ def build(name: str, folder: str) -> Any:
         return HFCausalLM(pretrained=str(Path(folder) / "small"), warmup_steps=1, learning_rate=0.01)
     if name == "hf":
         return HFCausalLM(config=str(Path(folder) / "small"), defer_init=True)
-    return {"plain_code": Regressor, "reads_values": ReadsValues, "unset": Unset, "meta": lambda: Regressor(True)}[name]()
+    return {"plain_code": Regressor, "reads_values": ReadsValues, "unset": Unset, "meta": lambda: Regressor(True)}[
+        name
+    ]()
 
 
 def held(strategy: Any, module: nn.Module) -> set[str]:
@@ -184,9 +186,7 @@ def measure(payload: dict[str, Any]) -> dict[str, float]:
         before = memory_mb("VmRSS")
         pl.seed_everything(SEED, verbose=False)
         if name == "configure_model":
-            module: Any = GPT(
-                hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True
-            )
+            module: Any = GPT(hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True)
         else:
             module = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
         trainer(payload["holmes"]).validate(module, DataLoader(Windows(4), 4), verbose=False)

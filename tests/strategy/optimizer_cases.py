@@ -48,7 +48,7 @@ def muon(module: nn.Module) -> Any:
     """Matrices of the blocks only: the stem's and head's stages differ in what they have."""
     matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and n.startswith("blocks.0")]
     rest = [p for n, p in module.named_parameters() if p.ndim == 2 and not n.startswith("blocks.0")]
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         parameter.requires_grad_(parameter.ndim == 2)
     return torch.optim.Muon([{"params": matrices, "lr": 0.05}, {"params": rest, "lr": 0.02}])
 
@@ -142,7 +142,9 @@ def case_averages(setting: Setting) -> Any:
     }
     for name, callback in made.items():
         keep = ModelCheckpoint(setting.folder / name, save_last=True, every_n_epochs=1)
-        found[name] = train(setting, None, Classifier, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True)
+        found[name] = train(
+            setting, None, Classifier, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True
+        )
         # stopped after two epochs and resumed
         first, second = setting.folder / f"{name}_first", build()
         keep = ModelCheckpoint(first, save_last=True)
