@@ -56,6 +56,35 @@ def test_the_default_store_keeps_values(tmp_path) -> None:  # type: ignore[no-un
         dist.destroy_process_group()
 
 
+def test_the_part_of_a_dtensor_is_found_and_replaced_and_collectives_tell_their_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    class Ranks(torch_private.TorchDispatchMode):  # type: ignore[misc]
+        seen: list[list[int] | None] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.namespace == "_c10d_functional":
+                self.seen.append(torch_private.collective_ranks(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), DeviceMesh("cpu", [0]), [Shard(0)]))
+        local = torch.full((4, 2), 3.0)
+        torch_private.set_local_tensor(weight, local)
+        assert torch_private.local_tensor(weight) is local and float((weight * 2).full_tensor().sum()) == 48
+        with Ranks() as mode:
+            result = collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+            filled = torch_private.async_value(result)
+            assert torch.equal(result + 0, torch.ones(2))
+        assert type(filled) is torch.Tensor and torch_private.async_value(local) is local
+        assert mode.seen[0] == [0] and mode.seen[1:] in ([], [None])
+    finally:
+        dist.destroy_process_group()
+
+
 def test_batch_norms_are_told_from_other_norms() -> None:
     assert torch_private.is_batch_norm(nn.BatchNorm2d(3)) and torch_private.is_batch_norm(nn.SyncBatchNorm(3))
     assert not torch_private.is_batch_norm(nn.LayerNorm(3)) and not torch_private.is_batch_norm(nn.GroupNorm(1, 3))
@@ -108,3 +137,11 @@ def test_a_storage_info_is_what_torchs_own_reader_looks_up(tmp_path) -> None:  #
     known = next(iter(dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()))
     made = torch_private.storage_info(known.relative_path, known.offset, known.length)
     assert made == known and type(made) is type(known)
+
+
+def test_without_modes_no_fake_tensor_mode_acts() -> None:
+    with torch_private.FakeTensorMode():
+        assert torch_private.fake_mode_of(torch.ones(1)) is not None
+        with torch_private.without_modes():
+            assert torch_private.fake_mode_of(torch.ones(1)) is None
+        assert torch_private.fake_mode_of(torch.ones(1)) is not None
