@@ -18,10 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.plan.plan import Plan
