@@ -4,8 +4,7 @@ layout = lay_out_job("auto", pipeline_parallel_size="auto", num_chunks=1, job=jo
 layout.placement, layout.groups, layout.transports
 """
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -19,7 +18,7 @@ from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, edge_pairs
-from lightning_holmes.comm.transport import GroupTransports, UserSettings
+from lightning_holmes.comm.transport import GroupTransports, UserSettings, set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import (
     Placement,
@@ -92,9 +91,12 @@ def lay_out_job(
     pipeline_parallel_size: int | Literal["auto"],
     num_chunks: int,
     job: Job,
+    facts: Mapping[str, str],
     tensor_parallel_size: int = 1,
 ) -> JobLayout:
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
+
+    ``facts``: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
 
     Raises:
         ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
@@ -123,7 +125,7 @@ def lay_out_job(
             f"so their gradients cross between them. {alternatives(topology, tensor_parallel_size)}"
         )
     notes += topology.warnings
-    chooser = None if job.inventory is None else TransportChooser(topology)
+    chooser = None if job.inventory is None else TransportChooser(topology, sockets=job.backend == "gloo")
     transports = GroupTransports(chooser, rank=job.rank, backend=job.backend, user=job.user)
     replicas = [placement.data_parallel_group(stage, t) for stage in range(size) for t in range(tensor_parallel_size)]
     columns = [(d, t) for d in range(placement.data_parallel_size) for t in range(tensor_parallel_size)]
@@ -136,9 +138,10 @@ def lay_out_job(
     pairs = edge_pairs(size, num_chunks)
     edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     own = [group for group in (*replicas, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1]
-    os.environ.update(transports.nccl_environment(own))
+    # before anything is sent over WORLD: NCCL reads its variables with its first communicator
+    set_own(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])
-    agreement.compare_ranks({f"{name} ": value for name, value in job.user.facts().items()}, job.world_size)
+    agreement.compare_ranks({**facts, **job.user.facts()}, job.world_size)
     builder = GroupBuilder(
         rank=job.rank, backend=job.backend, device=job.device, timeout=job.timeout, transports=transports
     )

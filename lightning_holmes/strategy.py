@@ -79,7 +79,7 @@ class HolmesStrategy(CheckpointingStrategy):
 
     Args:
         topology: which devices form which cluster: a YAML file (see ``lightning_holmes.cluster.topology``), a
-            ``Topology``, or "auto", one cluster of all devices.
+            ``Topology``, or "auto": found at the start; all devices of one host are one cluster.
         pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
         tensor_parallel_size: ranks of a host that share each layer among them. The module shares its layers out in
             ``configure_model``, by torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
@@ -303,13 +303,13 @@ class HolmesStrategy(CheckpointingStrategy):
                 user=self._user_settings,
             )
             topology = find_topology(self._topology_argument, job)
-            agreement.compare_ranks(self._argument_facts(topology), self.world_size)
             self._layout = lay_out_job(
                 topology,
                 pipeline_parallel_size=self._options.pipeline_parallel_size,
                 tensor_parallel_size=self._options.tensor_parallel_size,
                 num_chunks=self._options.num_chunks,
                 job=job,
+                facts=self._argument_facts(topology),
             )
             self._placement, self._groups = self._layout.placement, self._layout.groups
             # not at teardown: metrics and checkpoints use them after a run
@@ -375,6 +375,7 @@ class HolmesStrategy(CheckpointingStrategy):
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             admission.check_run(module, trainer, is_pipeline=is_pipeline)
+        admission.check_tensor_parallel(module, trainer, self._options.tensor_parallel_size)
         self._defer_what_is_absent(module)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
         with nullcontext() if self._deferred is None else self._deferred.building():

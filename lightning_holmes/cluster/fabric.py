@@ -389,7 +389,8 @@ def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_F
         if not all(any(port.kind == kind for port in host.inventory.rdma) for host in hosts):
             continue
         shared = [fabric for fabric in fabrics if fabric.kind == kind and names <= fabric.hosts]
-        return kind, shared[0].name if shared else f"{kind}/{name}"
+        # the user parts what looks like one fabric: its name alone would join it again
+        return kind, f"{shared[0].name}/{name}" if shared else f"{kind}/{name}"
     return "ethernet", f"ethernet/{name}"
 
 

@@ -58,7 +58,7 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
             )
         )
     names = {nic.name for nic in nics}
-    missing_ethernet = all(nic.kind != "ethernet" for nic in host.nics)
+    missing_ethernet = not any(nic.kind == "ethernet" and nic.up for nic in nics)
     for other in available:
         wanted = not host.nics or (other.kind == "ethernet" and missing_ethernet)
         if wanted and other.name not in names:

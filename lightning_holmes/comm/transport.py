@@ -23,6 +23,7 @@ from lightning_holmes.plan.transport import TransportChoice, TransportChooser
 
 # Read by NCCL in this order; an environment variable wins over both (NCCL's documentation, "Environment Variables").
 _NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
+_OWN = "HOLMES_SET_"  # before a variable's name: what this package has set it to
 _WATCHED = ("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
 
@@ -48,7 +49,8 @@ class UserSettings:
                 if found and found[1] in _WATCHED and found[2]:
                     values.setdefault(found[1], (found[2], str(path)))
         for variable in _WATCHED:
-            if environment.get(variable):
+            # what an earlier run of this process has set is not the user's
+            if environment.get(variable) and environment[variable] != environment.get(_OWN + variable):
                 values[variable] = (environment[variable], "the environment")
         return cls(values)
 
@@ -62,9 +64,21 @@ class UserSettings:
         return f"{variable}={value} in {place}"
 
     def facts(self) -> dict[str, str]:
-        """What must be alike on all ranks: which variables are set, and NCCL's network module."""
-        facts = {variable: "set" if variable in self.values else "not set" for variable in _WATCHED}
-        return facts | {"NCCL_NET": self.get("NCCL_NET") or "not set"}
+        """What must be alike on all ranks: NCCL's network module, whether RDMA is off, whether gloo's interface is chosen.
+
+        Lists of cards and interfaces may differ from host to host.
+        """
+        return {
+            "NCCL_NET": self.get("NCCL_NET") or "not set",
+            "NCCL_IB_DISABLE": "on" if self.get("NCCL_IB_DISABLE") not in (None, "0") else "off",
+            "GLOO_SOCKET_IFNAME": "set" if "GLOO_SOCKET_IFNAME" in self.values else "not set",
+        }
+
+
+def set_own(variables: Mapping[str, str]) -> None:
+    """Set environment variables and note that they are not the user's."""
+    for name, value in variables.items():
+        os.environ[name] = os.environ[_OWN + name] = value
 
 
 class GroupTransports:
@@ -134,6 +148,8 @@ class GroupTransports:
                     f"has none in common: {choice.reason}. Remove the setting; a module is chosen for each group"
                 )
             return None
+        if not choice.has_rdma:
+            return None  # nothing to keep NCCL from; a plugin of the user's may know a network that we do not
         return "IB" if choice.is_rdma and not disabled else "Socket"
 
     def nccl_environment(self, groups: Sequence[Sequence[int]]) -> dict[str, str]:
@@ -150,9 +166,7 @@ class GroupTransports:
         for ranks in groups:
             choice = self.choose(ranks)
             if choice is not None and self._rank in ranks and self.net_name(ranks) == "IB":
-                nic = choice.nic_of(self._rank)
-                if nic is not None and nic.name not in cards:
-                    cards.append(nic.name)
+                cards += [nic.name for nic in choice.rails.get(self._rank, ()) if nic.name not in cards]
         found = {}
         main = self._chooser.main_nic(self._rank)
         if "NCCL_SOCKET_IFNAME" not in self._user.values and main is not None and main.interface is not None:
@@ -160,10 +174,10 @@ class GroupTransports:
         if cards and "NCCL_IB_HCA" not in self._user.values:
             found["NCCL_IB_HCA"] = "=" + ",".join(cards)
         elif cards:
-            missing = [card for card in cards if not hca_allows(self._user.get("NCCL_IB_HCA") or "", card)]
-            if missing:
+            allowed = [card for card in cards if hca_allows(self._user.get("NCCL_IB_HCA") or "", card)]
+            if not allowed:
                 raise ConfigurationError(
-                    f"{self._user.describe('NCCL_IB_HCA')} leaves out {', '.join(missing)}, which a group of rank "
+                    f"{self._user.describe('NCCL_IB_HCA')} leaves out {', '.join(cards)}, one of which a group of rank "
                     f"{self._rank} needs; add it, or remove the setting"
                 )
         return found
@@ -182,9 +196,12 @@ class GroupTransports:
         wanted = self._user.get("NCCL_NET")
         if wanted is not None:
             return f"nccl {wanted}", f"{self._user.describe('NCCL_NET')} is respected"
-        if choice.is_rdma and self.net_name(ranks) == "Socket":
+        name = self.net_name(ranks)
+        if choice.is_rdma and name == "Socket":
             return "nccl Socket", f"{self._user.describe('NCCL_IB_DISABLE')} is respected"
-        return f"nccl {self.net_name(ranks)}", f"{choice.kind}: {choice.reason}"
+        cards = list(dict.fromkeys(nic.name for rails in choice.rails.values() for nic in rails))
+        on = f" on {'/'.join(cards[:3])}{'/...' if len(cards) > 3 else ''}" if name == "IB" else ""
+        return f"nccl {name or 'by its own choice'}{on}", f"{choice.kind}: {choice.reason}"
 
     def ends(self, ranks: Sequence[int], *, on_host: bool = False) -> str:
         """The members of a group with host, interface and address, for messages; "" where nothing is known.
@@ -211,7 +228,7 @@ class GroupTransports:
         lines = []
         for ranks in groups:
             choice = self.choose(ranks)
-            if choice is not None and choice.kind == "ethernet" and "down" in choice.reason:
+            if choice is not None and choice.fallback:
                 lines.append(f"the group of ranks {_shown(ranks)} uses Ethernet: {choice.reason}")
         return list(dict.fromkeys(lines))
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 
-from lightning_holmes.comm.transport import UserSettings
+from lightning_holmes.comm.transport import UserSettings, set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.torch_private import nccl_options
 
@@ -44,7 +44,7 @@ def connect_world(
             variables["GLOO_SOCKET_IFNAME"] = interface
     if backend == "nccl" and several_hosts:
         if interface is not None and user.get("NCCL_SOCKET_IFNAME") is None:
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # read once, by the first communicator
+            set_own({"NCCL_SOCKET_IFNAME": f"={interface}"})  # read once, by the first communicator
         if user.get("NCCL_NET") is None:
             options["pg_options"] = nccl_options("Socket")
     with _environment(variables):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
-from lightning_holmes.comm.transport import GroupTransports, UserSettings, hca_allows
+from lightning_holmes.comm.transport import GroupTransports, UserSettings, hca_allows, set_own
 from lightning_holmes.comm.world import check_port_range
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.transport import TransportChooser
@@ -39,7 +39,7 @@ def transports(topology: Topology = MIXED, *, rank: int = 0, backend: str = "ncc
 def test_a_group_uses_the_fabric_that_its_hosts_share() -> None:
     chosen = transports()
     assert chosen.net_name([0, 2]) == "IB" and chosen.interface([0, 2]) == "ib_mlx5_0"
-    assert chosen.describe([0, 2]) == ("nccl IB", "infiniband: 2 hosts share it (A)")
+    assert chosen.describe([0, 2]) == ("nccl IB on mlx5_0", "infiniband: 2 hosts share it (A)")
     assert transports(rank=4).net_name([4, 5]) == "IB"  # RoCE: NCCL's module for it has the same name
     assert transports(rank=4, backend="gloo").describe([4, 5])[0] == "gloo on rdma_mlx5_1"
 
@@ -127,7 +127,7 @@ def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path
     assert settings.describe("NCCL_NET") == f"NCCL_NET=Socket in {path}"
     assert settings.describe("NCCL_IB_HCA") == "NCCL_IB_HCA=mlx5_0 in the environment"
     assert settings.get("NCCL_DEBUG") is None
-    assert settings.facts()["NCCL_NET"] == "Socket" and settings.facts()["NCCL_IB_HCA"] == "set"
+    assert settings.facts() == {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "off", "GLOO_SOCKET_IFNAME": "not set"}
 
 
 @pytest.mark.parametrize(
@@ -156,3 +156,50 @@ def test_the_kernels_ports_must_lie_within_the_range(tmp_path: Path) -> None:
         ConfigurationError, match=r"port_range=29500-29600.*32768 to 60999.*sysctl -w .*\"29500 29600\""
     ):
         check_port_range((29500, 29600), str(path))
+
+
+def test_all_rails_of_a_host_are_offered_to_nccl() -> None:
+    rails = [nic("roce", f"mlx5_{i}", fabric=f"subnet {i}") for i in range(4)]
+    lonely = nic("roce", "mlx5_9", fabric="elsewhere")
+    chosen = transports(Topology(clusters=(cluster("a", [[*rails, lonely, ETH], [*rails, ETH]], devices=4),)))
+    assert chosen.nccl_environment([[0, 4]])["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1,mlx5_2,mlx5_3"
+    assert chosen.describe([0, 4])[0] == "nccl IB on mlx5_0/mlx5_1/mlx5_2/..."
+
+
+def test_a_subnet_of_the_same_name_at_two_sites_is_not_taken_for_one() -> None:
+    hosts = [[ETH, nic("ethernet", "eth1", fabric="192.168.1.0/24", gbit=10)]]
+    apart = Topology(clusters=(cluster("a", hosts), cluster("b", hosts)))
+    together = Topology(clusters=(cluster("a", hosts * 2),))
+    assert transports(apart, backend="gloo").interface([0, 1]) == "eth0"
+    assert transports(together, backend="gloo").interface([0, 1]) == "eth1"
+
+
+def test_sockets_need_an_address_on_the_fast_card() -> None:
+    topology = Topology(clusters=(cluster("a", [[Nic(name="mlx5_0", kind="infiniband"), ETH]] * 2),))
+    chooser = TransportChooser(topology, sockets=True)
+    choice = chooser.choose([0, 1])
+    assert choice.kind == "ethernet" and "no IP address" in choice.reason and not choice.fallback
+    assert TransportChooser(topology).choose([0, 1]).kind == "infiniband"
+
+
+def test_an_unused_port_that_is_down_is_no_reason_and_no_warning() -> None:
+    spare = nic("infiniband", "mlx5_9", up=False)
+    hosts = [[nic("infiniband", "mlx5_0", fabric="A"), spare, ETH]], [[nic("roce", "mlx5_1", fabric="B"), spare, ETH]]
+    chosen = transports(Topology(clusters=(cluster("a", hosts[0]), cluster("b", hosts[1]))))
+    assert chosen.describe([0, 1])[1] == "ethernet: crosses from infiniband in a to roce in b"
+    assert chosen.fallbacks([[0, 1]]) == []
+
+
+def test_where_no_rdma_card_is_known_nccl_is_left_its_plugins() -> None:
+    topology = Topology(clusters=(cluster("a", [[ETH], [ETH]]),))
+    assert transports(topology).net_name([0, 1]) is None
+    assert transports(topology).describe([0, 1])[0] == "nccl by its own choice"
+
+
+def test_what_an_earlier_run_has_set_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_IB_HCA", "HOLMES_SET_NCCL_IB_HCA"):
+        monkeypatch.setenv(name, "to be restored")
+    set_own({"NCCL_IB_HCA": "=mlx5_0"})
+    assert UserSettings.read(files=()).get("NCCL_IB_HCA") is None
+    monkeypatch.setenv("NCCL_IB_HCA", "=mlx5_7")
+    assert UserSettings.read(files=()).get("NCCL_IB_HCA") == "=mlx5_7"
