@@ -153,3 +153,22 @@ def test_impossible_sizes_are_named(kwargs, match):
 def test_a_batch_longer_than_the_model_is_named():
     with pytest.raises(ConfigurationError, match=r"9 positions.*sequence_length=8"):
         GPT(**SMALL)(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for gradient_checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = GPT(
+            hidden_size=16,
+            num_layers=2,
+            num_heads=2,
+            sequence_length=16,
+            dropout=0.1,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        model.compute_loss({"input_ids": ids, "labels": ids}).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
