@@ -10,16 +10,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
-from lightning_holmes.torch_private import is_batch_norm
+from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _BATCH_HOOKS = {
     "training_step": (
@@ -101,6 +103,37 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
                 f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "
                 f"pipeline cannot; use GroupNorm or LayerNorm, or pipeline_parallel_size=1"
             )
+
+
+def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", tensor_parallel_size: int) -> None:
+    """Refuse tensor groups that share nothing, and what cannot be done with sharded parameters; warn of dropout.
+
+    Raises:
+        ConfigurationError: configure_model has not sharded anything.
+        UnsupportedModuleError: a callback that averages weights.
+    """
+    name = type(module).__name__
+    if not sharded.has_sharded_parameters(module):
+        if tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_parallel_size}, but no parameter of {name} is shared out over it: in "
+                f"configure_model call torch.distributed.tensor.parallel.parallelize_module(..., "
+                f'self.device_mesh["{sharded.AXIS}"], ...), or leave tensor_parallel_size out'
+            )
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedModuleError(
+                f"the callback {type(callback).__name__} copies weights, which parallelize_module has made DTensors; "
+                f"leave it out, or use tensor_parallel_size=1 without parallelize_module"
+            )
+    drops = [n for n, m in module.named_modules() if is_dropout(m) and getattr(m, "p", 0) > 0]
+    if drops and tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+        rank_zero_warn(
+            f"{name}: dropout ({drops[0]}) is that of one process where its input is whole on each rank. Where a rank has a "
+            f"part (between a column-wise and a row-wise layer, or under sequence parallelism) each part gets the mask of "
+            f"the first: right on average, but not the numbers of one process"
+        )
 
 
 def check_port_range(port_range: Any) -> tuple[int, int] | None:

@@ -137,7 +137,10 @@ def collective_ranks(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
     }
     name = given.get("group_name")
-    return None if name is None else dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+    if name is None:
+        return None
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return dist.get_process_group_ranks(group)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

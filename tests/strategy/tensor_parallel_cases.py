@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.errors import HolmesError
 
 EPOCHS, STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 2, 3, 8, 6, 8, 12, 6
 
@@ -29,9 +29,17 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
+        self.mesh: Any = None  # given one, the output is a DTensor on it
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden)))))
+        hidden = plain(hidden)
+        output = hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden)))))
+        return output if self.mesh is None else DTensor.from_local(output, self.mesh, [Replicate()])
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The part of a DTensor on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Words(LightningModule):
@@ -39,7 +47,9 @@ class Words(LightningModule):
 
     "megatron": column then row inside a block, a sharded head; embedding and norms plain.
     "sequence": norms between activations that are sharded over positions (their gradients are partial sums).
-    "wrong": likewise, but the norms are left plain, so that each rank has the gradient of its own positions.
+    "dtensor": as megatron, but blocks return DTensors, which do not travel between stages.
+    "none": nothing is shared out.
+    "wrong": as sequence, but the norms are left plain, so that each rank has the gradient of its own positions.
     """
 
     def __init__(self, style: str = "megatron", dropout: float = 0.0) -> None:
@@ -57,10 +67,14 @@ class Words(LightningModule):
             return
         self.shared_out = True
         tensor = mesh["tensor_parallel"]
-        if self.style == "megatron":
+        if self.style == "none":
+            return
+        if self.style in ("megatron", "dtensor"):
             plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
             for index in range(len(self.blocks)):
                 plan |= {f"blocks.{index}.up": ColwiseParallel(), f"blocks.{index}.down": RowwiseParallel()}
+                if self.style == "dtensor":
+                    self.blocks[index].mesh = tensor
         else:
             plan = {
                 "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -81,7 +95,7 @@ class Words(LightningModule):
         hidden = self.embedding(words)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(plain(hidden)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         words, targets = batch
@@ -164,7 +178,7 @@ def run(case: dict[str, Any]) -> dict[str, Any] | str:
     if case.pop("refused", False):
         try:
             run(case)
-        except UnsupportedModuleError as refusal:
+        except HolmesError as refusal:
             return str(refusal)
     arguments, devices = case.pop("strategy"), case.pop("devices")
     trainer, watch = train(HolmesStrategy(tensor_parallel_size=2, **arguments), devices=devices, **case)

@@ -12,6 +12,7 @@ from launch import launch
 from lightning.pytorch import LightningModule
 from tensor_parallel_cases import STEPS, Words, train
 
+from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import read_state_dict
 
 REL = 1e-5
@@ -20,8 +21,8 @@ REL = 1e-5
 class Baseline:
     """A run in one process: losses, norms, and the weights at its end."""
 
-    def __init__(self, **options: Any) -> None:
-        trainer, watch = train("auto", **options)
+    def __init__(self, strategy: Any = "auto", **options: Any) -> None:
+        trainer, watch = train(strategy, **options)
         self.losses, self.norms = watch.losses, watch.norms
         self.val_loss = float(trainer.callback_metrics["val_loss"])
         self.weights = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
@@ -62,6 +63,7 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
         {"strategy": data | {"save_distributed_checkpoint": False}, "save": file},
         {"strategy": data, "ckpt_path": folder},
         {"strategy": pipeline, "style": "sequence", "ckpt_path": file},
+        {"strategy": pipeline, "style": "dtensor", "refused": True},
     ]
     ranks = launch(4, "tensor_parallel_cases:run_all", [{"devices": 4, **case} for case in cases], timeout_s=150)
     found = [[of_rank[index] for of_rank in ranks] for index in range(len(cases))]
@@ -72,6 +74,9 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     baseline.is_met_by(found[1])
     baseline.is_met_by(found[2], skip=STEPS)
     baseline.is_met_by(found[3], skip=STEPS)
+
+    for refusal in found[4]:
+        assert "cutting blocks behind layer 1 would lose the layout of output 0 of layer 1, a DTensor" in refusal
 
     saved = torch.load(file, weights_only=True)
     assert all(type(value) is torch.Tensor for value in saved["state_dict"].values())
@@ -85,17 +90,21 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
 
 
 def test_two_processes(baseline: Baseline) -> None:
-    """A tensor group alone: clipped by norm and by value; a module that forgets a norm is refused by its name."""
+    """A tensor group alone: clipped by norm and by value; dropout; what is wrong or shares nothing is refused."""
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     cases: list[dict[str, Any]] = [
         {"strategy": {}},
         {"strategy": {"num_microbatches": 2}, "style": "sequence", **by_value},
+        {"strategy": {}, "style": "dtensor", "dropout": 0.1},
         {"strategy": {}, "style": "wrong", "refused": True},
+        {"strategy": {}, "style": "none", "refused": True},
     ]
     ranks = launch(2, "tensor_parallel_cases:run_all", [{"devices": 2, **case} for case in cases], timeout_s=120)
     baseline.is_met_by([found[0] for found in ranks])
     Baseline(**by_value).is_met_by([found[1] for found in ranks])
-    for _, _, refusal in ranks:
+    Baseline(HolmesStrategy(), dropout=0.1).is_met_by([found[2] for found in ranks])
+    for *_, refusal, nothing in ranks:
+        assert "no parameter of Words is shared out" in nothing
         assert "the gradients of blocks.1.norm.bias (and 1 more parameters) differ between the ranks" in refusal
         assert "SequenceParallel()" in refusal
 
