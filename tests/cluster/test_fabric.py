@@ -309,3 +309,10 @@ def test_every_host_in_one_cluster_whatever_there_is(
         if cluster.fabric in ("infiniband", "roce") and cluster.fallback is None:
             shared = [{nic.fabric for nic in h.nics if nic.up and nic.kind == cluster.fabric} for h in cluster.hosts]
             assert set.intersection(*shared)
+
+
+def test_a_fabric_that_the_user_parts_is_two_fabrics() -> None:
+    """Two sites with InfiniBand's default prefix look like one fabric; HOLMES_CLUSTER is the cure that is offered."""
+    topology = group([host("a", infiniband(), cluster="north"), host("b", infiniband(), cluster="south")])
+    fabrics = {h.name: [nic.fabric for nic in h.nics if nic.kind == "infiniband"] for h in topology.hosts}
+    assert fabrics["a"] != fabrics["b"] and None not in fabrics["a"] + fabrics["b"]
