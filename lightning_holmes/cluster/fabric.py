@@ -268,11 +268,16 @@ class _Grouping:
     ) -> Cluster:
         hosts = []
         without = []
+        made = fabric == f"{kind}/{name}"  # by the user's word alone
+        if given and not made:
+            fabric = f"{fabric}/{name}"  # the user may part what looks like one fabric
         for member in members:
             nics = []
             for nic in member.inventory.nics():
                 own = fabric_names.get((member.name, nic.name))
-                if nic.kind == kind and kind != "ethernet" and (own is None or (given and fabric == f"{kind}/{name}")):
+                if own is not None and given:
+                    own = f"{own}/{name}"
+                if nic.kind == kind and kind != "ethernet" and (own is None or (given and made)):
                     own = fabric  # the fabric of a port that is down, or the one that the user's word makes
                 elif nic.kind == "ethernet":
                     own = _ethernet_hint(member, nic)
@@ -389,8 +394,7 @@ def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_F
         if not all(any(port.kind == kind for port in host.inventory.rdma) for host in hosts):
             continue
         shared = [fabric for fabric in fabrics if fabric.kind == kind and names <= fabric.hosts]
-        # the user parts what looks like one fabric: its name alone would join it again
-        return kind, f"{shared[0].name}/{name}" if shared else f"{kind}/{name}"
+        return kind, shared[0].name if shared else f"{kind}/{name}"
     return "ethernet", f"ethernet/{name}"
 
 
