@@ -93,11 +93,10 @@ def test_a_folders_tokenizer_gives_back_the_text(texts, tmp_path, tokenizer_fold
     assert tokenizer.decode(tokens) == "".join(text + "<end>" for text in documents)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "folder"])
-def test_killed_and_run_again_it_writes_the_same_file(texts, tmp_path, tokenizer_folder, monkeypatch, kind):
+def test_killed_and_run_again_it_writes_the_same_file(texts, tmp_path, tokenizer_folder, monkeypatch):
     monkeypatch.setattr(tokenizing, "COMMIT_BYTES", 1500)
     monkeypatch.setattr(tokenizing, "PIECE_BYTES", 400)
-    tokenizer = ByteTokenizer() if kind == "bytes" else FolderTokenizer(str(tokenizer_folder))
+    tokenizer = FolderTokenizer(str(tokenizer_folder))
 
     def job(name: str) -> TokenizeJob:
         return TokenizeJob(files=tuple(texts), output=tmp_path / name, tokenizer=tokenizer)
