@@ -253,6 +253,8 @@ class HolmesStrategy(CheckpointingStrategy):
 
     def setup_environment(self) -> None:
         # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
+        # Remains of an earlier run: a forked data worker that collects its groups waits for threads that it has not.
+        gc.collect()
         super().setup_environment()
         self.set_world_ranks()
         self._failed = False

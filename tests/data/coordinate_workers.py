@@ -1,6 +1,5 @@
 """Trainings on data sets that shard themselves, for launch.py."""
 
-import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -77,7 +76,6 @@ def run(payload: Any) -> Any:
     results = []
     for num_workers in (0, 2):
         results.append(train("coordinate", num_workers))
-        gc.collect()  # what is left of a run, gloo's threads among it, does not bear to be collected in a forked worker
     after = os.environ.get("HOLMES_DATA_PARALLEL")
     try:
         train("rank", 0)
