@@ -167,12 +167,14 @@ class GPT(LightningModule):
 
         self._is_built = False
         if not defer_init:
-            self.configure_model()
+            self._build()
 
     def configure_model(self) -> None:
-        """Make the layers, if they are not there yet."""
-        if self._is_built:
-            return
+        """Make the layers, if they are not there yet. A subclass that shares them out calls this first."""
+        if not self._is_built:
+            self._build()
+
+    def _build(self) -> None:
         shape: Any = self.hparams
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.rotary = RotaryEmbedding(shape.hidden_size // shape.num_heads)

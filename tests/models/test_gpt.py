@@ -172,3 +172,17 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+def test_a_subclass_may_use_configure_model_for_itself() -> None:
+    class Sharing(GPT):
+        def configure_model(self) -> None:
+            raise AssertionError("only the trainer calls this")
+
+    assert len(Sharing(hidden_size=32, num_layers=2, num_heads=2).layers) == 2
+    deferred = GPT(hidden_size=32, num_layers=2, num_heads=2, defer_init=True)
+    assert not hasattr(deferred, "layers")
+    deferred.configure_model()
+    built = deferred.layers
+    deferred.configure_model()
+    assert deferred.layers is built
