@@ -188,46 +188,42 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "0123456789" * 4])
-def test_wandb_stays_offline_without_a_login_or_a_network(capsys, tmp_path, monkeypatch, key):
-    import wandb
-
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    if key is None:
-        monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    else:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    wandb.teardown()
-    began = time.monotonic()
-    folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
-    try:
-        options = [*SMALL, *SHORT, *ALONE, folder, "--trainer.enable_progress_bar=false"]
-        code, _, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options)
-        assert code == 0, err
-        logged = wandb.run.config.as_dict()
-        assert wandb.run.settings.mode == "offline"
-        assert logged["config"]["model"]["init_args"]["hidden_size"] == 16
-        assert logged["plan"]["pipeline_parallel_size"] == 1
-        assert wandb.run.summary["plan"]["ncols"] == 5 and wandb.run.summary["train_loss"] > 0
-        wandb.finish()
-    finally:
-        wandb.teardown()
-    assert time.monotonic() - began < 60
+def test_wandb_stays_offline_without_a_login_or_a_network(tmp_path, key):
+    (found,) = launch(1, "test_recipes:run_with_wandb", {"folder": str(tmp_path), "key": key}, timeout_s=120)
+    assert found["mode"] == "offline"
+    assert found["config"]["config"]["model"]["init_args"]["hidden_size"] == 16
+    assert found["config"]["plan"]["pipeline_parallel_size"] == 1
+    assert found["columns"] == 5 and found["train_loss"] > 0
+    assert found["seconds"] < 60
     assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    assert ("nobody is logged in" if key is None else "127.0.0.1:9 does not answer") in reasons(key)
+    assert ("nobody is logged in" if key is None else "127.0.0.1:9 does not answer") in found["reason"]
 
 
-def reasons(key: str | None) -> str:
-    """What the logger would say now."""
+def run_with_wandb(payload):
+    """In a process of its own: W&B starts anew only there."""
+    folder, key = payload["folder"], payload["key"]
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc", "WANDB_SILENT": "true"}
+    os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # nobody listens there
+    os.environ |= {} if key is None else {"WANDB_API_KEY": key}
+    os.chdir(ROOT)
     import wandb
 
-    try:
-        return loggers.why_offline() or ""
-    finally:
-        wandb.teardown()
+    from lightning_holmes.cli import main
+
+    began = time.monotonic()
+    options = [*SMALL, *SHORT, *ALONE, f"--trainer.logger.init_args.save_dir={folder}"]
+    main(["fit", "--config", config_of("gpt_tiny"), *options, "--trainer.enable_progress_bar=false"])
+    found = {
+        "mode": wandb.run.settings.mode,
+        "config": wandb.run.config.as_dict(),
+        "columns": wandb.run.summary["plan"]["ncols"],
+        "train_loss": float(wandb.run.summary["train_loss"]),
+        "reason": loggers.why_offline() or "",
+    }
+    wandb.finish()
+    return found | {"seconds": time.monotonic() - began}
 
 
 def test_every_option_of_the_strategy_is_on_the_command_line(capsys):

@@ -11,7 +11,7 @@ from launch import launch
 
 def test_clusters_apart_save_in_the_background_and_resume_in_another_layout(tmp_path: Path) -> None:
     data = make_data_file(tmp_path)
-    results = launch(4, "checkpoint_cases:run_apart", {"folder": str(tmp_path), "data": str(data)}, timeout_s=150)
+    results = launch(4, "checkpoint_cases:run_apart", {"folder": str(tmp_path), "data": str(data)}, timeout_s=270)
     assert len({result["best"] for result in results}) == 1
     for rank, result in enumerate(results):
         assert result["names"] == sorted([*result["kept"], "last.ckpt"])  # the removed are gone, on both
