@@ -342,7 +342,7 @@ class HolmesStrategy(CheckpointingStrategy):
         assert module is not None
         if self.world_size > 1:
             agreement.share_generators()
-        if self._options.tensor_parallel_size > 1:
+        if self._options.tensor_parallel_size > 1 or admission.reads_device_mesh(module):
             yield  # for real: parallelize_module sends each rank its part of a tensor
             return
         deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
