@@ -25,7 +25,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import admission, agreement, checkpoint
 from lightning_holmes.averaging import WeightAverages
+from lightning_holmes.building import ModuleBuilder
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.checkpointing import CheckpointingStrategy
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
@@ -42,27 +43,21 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.mesh import ProcessGroups, join_shared, release
+from lightning_holmes.comm.mesh import ProcessGroups, release
 from lightning_holmes.comm.transport import UserSettings
 from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.grad_norm import GradNormExchange
+from lightning_holmes.gradients import Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
-from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
-from lightning_holmes.optim.grad_buffer import GradBuffer
-from lightning_holmes.optim.grad_sync import GradSync
-from lightning_holmes.optim.loss_scale import LossScale
-from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.deferred import DeferredModule, has_absent_tensors
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
-from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.choose import PlanOptions, make_plan
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
@@ -70,7 +65,6 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.torch_private import default_store
 
-_HELD = "_holmes_held_parameters"  # on a module built without memory, after a run: the parameters that this rank has
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
@@ -169,15 +163,11 @@ class HolmesStrategy(CheckpointingStrategy):
         self._last_step: int | None = None
         self._driver: StepDriver | None = None
         self._state: ModuleState | None = None
-        self._grad_buffer: GradBuffer | None = None
-        self._grad_sync: GradSync | None = None
+        self._gradients: Gradients | None = None
         self._group_names: list[list[list[str]]] = []
         self._accumulating = False
-        self._copies_checked = False
-        self._loss_scale: LossScale | None = None
         self._changed: list[WeightAverages | GradNormExchange] = []
-        self._deferred: DeferredModule | None = None
-        self._kept: dict[str, nn.Parameter] = {}
+        self._builder: ModuleBuilder | None = None
         self._base_seed = 0
         self._splitter = BatchSplitter()
         self._state_each_batch: frozenset[str] = frozenset()
@@ -345,22 +335,12 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._options.tensor_parallel_size > 1 or admission.reads_device_mesh(module):
             yield  # for real: parallelize_module sends each rank its part of a tensor
             return
-        deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
-        before = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
-        try:
-            with deferred.building():
-                yield
-        except Exception as error:
-            vars(module).clear()
-            vars(module).update(before)
-            rank_zero_warn(
-                f"{type(module).__name__}.configure_model cannot run without memory, so each process builds the whole "
-                f"module ({type(error).__name__}: {error})"
-            )
-            with self.precision_plugin.module_init_context():
-                module.configure_model()
-        if has_absent_tensors(module):
-            self._deferred = deferred
+        self._builder = self._make_builder()
+        with self._builder.configuring(module, self.precision_plugin.module_init_context):
+            yield
+
+    def _make_builder(self) -> ModuleBuilder:
+        return ModuleBuilder(lambda: self.broadcast(agreement.choose_seed()), self.root_device)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
@@ -378,9 +358,10 @@ class HolmesStrategy(CheckpointingStrategy):
         if fitting:
             admission.check_run(module, trainer, is_pipeline=is_pipeline)
         admission.check_tensor_parallel(module, trainer, self._options.tensor_parallel_size)
-        self._defer_what_is_absent(module)
+        builder = self._builder = self._builder or self._make_builder()
+        builder.adopt(module)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
-        with nullcontext() if self._deferred is None else self._deferred.building():
+        with builder.building():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         layout = self._layout
@@ -415,7 +396,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._plan.stages_of(self._groups.pipeline_rank),
             self.root_device,
         )
-        self._build_local_parameters(module)
+        builder.fill(self._pipeline, rank=self.global_rank, overwritten=self._saved_weights is not None)
         self._load_saved_weights()
         self._print_plan()
         if fitting:
@@ -431,10 +412,9 @@ class HolmesStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._setup_gradients(structure)
-            self._take_over_clipping()
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self._loss_scale = None if scaler is None else LossScale(scaler, self._groups.pipeline, self.root_device)
+            self._gradients = Gradients(self._pipeline, self._groups, self._plan, self.root_device, scaler=scaler)
+            self._gradients.take_over_clipping(self.precision_plugin)
         self._driver = StepDriver(
             self._pipeline,
             self._groups.edges,
@@ -466,37 +446,6 @@ class HolmesStrategy(CheckpointingStrategy):
         for changed in (averages, norms):
             changed.install()
             self._changed.append(changed)
-
-    def _defer_what_is_absent(self, module: "pl.LightningModule") -> None:
-        """Take over parameters without values: of ``configure_model``, on the meta device, or left out by a run before."""
-        held = vars(module).get(_HELD)
-        if held is not None or (self._deferred is None and has_absent_tensors(module)):
-            self._deferred = DeferredModule(self.broadcast(agreement.choose_seed()), self.root_device)
-        if self._deferred is not None:
-            self._deferred.adopt(module)
-        if held is not None and self._deferred is not None:
-            # all of them for now, so that every rank compares the same tensors; what is held comes back
-            self._kept = {n: p for n, p in module.named_parameters() if n in held}
-            self._deferred.forget({n for n, _ in module.named_parameters()})
-
-    def _build_local_parameters(self, module: "pl.LightningModule") -> None:
-        """Give memory to what this rank's stages need of a module that was built without."""
-        if self._deferred is None:
-            return
-        assert self._pipeline is not None
-        local = self._pipeline.local_parameters
-        read = getattr(module, "read_weights", None)
-        if vars(module).pop(_HELD, None) is not None:
-            kept, self._kept = self._kept, {}
-            lacking = sorted(local - set(kept))
-            if lacking and self._saved_weights is None:
-                raise ConfigurationError(
-                    f"rank {self.global_rank} needs {lacking[0]}, which it did not hold in the run before, and a module "
-                    f"built without memory is not brought together at its end: run with the same layout, or give the "
-                    f"run's checkpoint as ckpt_path"
-                )
-            read = lambda names: {n: kept[n].detach() for n in names if n in kept}  # noqa: E731
-        self._deferred.materialise(local, read, overwritten=self._saved_weights is not None)
 
     def _answer_sigterm_between_batches(self, trainer: "pl.Trainer") -> None:
         """Let SIGTERM set a flag only: Lightning's handler broadcasts in the midst of a batch, while other stages wait
@@ -530,9 +479,8 @@ class HolmesStrategy(CheckpointingStrategy):
             batch = self.precision_plugin.convert_input(batch)
             batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
-        traced = self._deferred is not None and self.is_global_zero
         place = self._placement.coordinate(0)[:2]
-        with self._deferred.stand_ins() if traced else nullcontext():  # type: ignore[union-attr]
+        with self._builder.stand_ins() if self._builder and self.is_global_zero else nullcontext():
             return learn(
                 self.lightning_module,
                 samples,
@@ -570,60 +518,11 @@ class HolmesStrategy(CheckpointingStrategy):
                 summary = callback._summary(trainer, module)
                 callback._summary = lambda *_, made=summary: made  # type: ignore[method-assign]
 
-    def _setup_gradients(self, structure: ModuleStructure | None) -> None:
-        assert self._pipeline is not None and self._groups is not None and self._plan is not None
-        module = self.lightning_module
-        assert module is not None
-        parameters = {n: p for n, p in module.named_parameters() if n in self._pipeline.local_parameters}
-        shared: dict[tuple[int, ...], list[str]] = {}
-        if structure is not None:
-            size = self._plan.pipeline_parallel_size
-            for name in structure.readers:
-                stages = structure.stages_of(self._plan.partition, name)
-                ranks = tuple(sorted({stage % size for stage in stages}))
-                if len(ranks) > 1:
-                    shared.setdefault(ranks, []).append(name)
-        assert self._placement is not None
-        # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
-        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
-        reduced = self.data_parallel_size > 1 or bool(shared)
-        split = any(map(sharded.is_sharded, parameters.values()))
-        self._grad_buffer = GradBuffer(parameters, flat=reduced or split or (low and self.world_size > 1))
-        self._copies_checked = False
-        groups = join_shared(self._groups, self._placement, list(shared))
-        self._grad_sync = GradSync(
-            self._grad_buffer,
-            self._groups.data_parallel,
-            {group: shared[ranks] for ranks, group in groups.items()},
-        )
-
-    def _take_over_clipping(self) -> None:
-        """Make Lightning's clipping by norm use the norm over all stages, and know of sharded gradients."""
-        plugin = self.precision_plugin
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-            parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
-            norm = self.global_grad_norm(plugin.main_params(optimizer))
-            clip_by_norm(parameters, clip_val, norm)
-
-        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-        if sharded.has_sharded_parameters(self.lightning_module):  # type: ignore[arg-type]
-            plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value(  # type: ignore[method-assign]
-                list(plugin.main_params(optimizer)), clip_val
-            )
-
     def global_grad_norm(self, parameters: Any) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
-        assert self._pipeline is not None and self._groups is not None and self.lightning_module is not None
-        owned = {id(p) for n, p in self.lightning_module.named_parameters() if self._pipeline.is_owner(n)}
-        return global_grad_norm(
-            parameters,
-            counts=lambda p: id(p) in owned,
-            pipeline_group=self._groups.pipeline,
-            tensor_group=self._groups.tensor_parallel,
-            device=self.root_device,
-        )
+        assert self._gradients is not None
+        return self._gradients.norm(parameters)
 
     def _same_metrics_everywhere(self, module: nn.Module) -> None:
         """Let torchmetrics gather over replicas: within a replica every rank is given the same state."""
@@ -686,7 +585,7 @@ class HolmesStrategy(CheckpointingStrategy):
             return self._training_step(*args, *kwargs.values())
 
     def _training_step(self, batch: Any, *arguments: Any) -> Any:
-        assert self._grad_buffer is not None and self._driver is not None and self._plan is not None
+        assert self._gradients is not None and self._driver is not None and self._plan is not None
         trainer = self._trainer
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if step == self._last_step:
@@ -696,25 +595,19 @@ class HolmesStrategy(CheckpointingStrategy):
                 f"that steps once a batch"
             )
         self._last_step = step
-        self._grad_buffer.begin()
+        self._gradients.begin()
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._scale_losses
         )
-        self._grad_buffer.end()
+        self._gradients.end()
         output = result.output
         if self.world_size > 1:
             loss_of(output, "training_step")
         return output
 
     def _scale_losses(self, weights: Sequence[float]) -> list[float]:
-        """Each microbatch's share of the mean over all samples of the batch, all replicas and accumulated batches."""
-        assert self._grad_sync is not None
-        total = self._grad_sync.sum_over_replicas(sum(weights), self.root_device)
-        if total == 0:
-            return [0.0 for _ in weights]
-        accumulated = self._trainer.accumulate_grad_batches
-        factor = 1.0 if self._loss_scale is None else self._loss_scale.factor()
-        return [weight / total / accumulated * factor for weight in weights]
+        assert self._gradients is not None
+        return self._gradients.loss_scales(weights, self._trainer.accumulate_grad_batches)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("validation_step", *args, *kwargs.values())
@@ -782,19 +675,11 @@ class HolmesStrategy(CheckpointingStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand over the gradients that the pipeline has gathered, reduced unless more batches are to come."""
-        assert self.lightning_module is not None and self._grad_buffer is not None and self._grad_sync is not None
+        assert self.lightning_module is not None and self._gradients is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._explaining():
-            if not self._copies_checked and self._groups is not None:
-                self._copies_checked = True
-                check_replicated(self._grad_buffer, self._groups.tensor_parallel, self.root_device)
-            if not self._accumulating:
-                self._grad_sync.start_grad_sync()
-                self._grad_sync.finish_grad_sync()
-            self._grad_buffer.expose(last=not self._accumulating)
-            if self._loss_scale is not None and not self._accumulating:
-                self._loss_scale.agree(self._grad_buffer.parameters.values())
+            self._gradients.hand_over(last=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -841,9 +726,8 @@ class HolmesStrategy(CheckpointingStrategy):
         """Give every rank the whole trained module again, unless the run has failed."""
         if self._pipeline is not None:
             self._pipeline.uninstall()
-            if self._deferred is not None and self._pipeline.structure is not None:
-                # larger than a process, perhaps: each keeps its part, and says so
-                vars(self._pipeline.module)[_HELD] = frozenset(self._pipeline.local_parameters)
+            if self._builder is not None and self._builder.leave(self._pipeline):
+                pass  # larger than a process, perhaps: each keeps its part
             elif not self._failed and self._groups is not None and self._plan is not None:
                 ranks = self._plan.placement.pipeline_group(
                     self._groups.data_parallel_rank, self._groups.tensor_parallel_rank
@@ -851,7 +735,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 owners = {s: ranks[s % len(ranks)] for s in range(self._plan.num_stages)}
                 with self._explaining():
                     checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
-            if self._grad_buffer is not None:
+            if self._gradients is not None:
                 self._ended = self._pipeline
             self._pipeline = None
         for metric, available in self._metrics_before:
@@ -861,10 +745,10 @@ class HolmesStrategy(CheckpointingStrategy):
             changed.uninstall()
         self._changed.clear()
         self._last_step = None
-        if self._grad_buffer is not None:
-            self._grad_buffer.close()
-            self._grad_buffer = None
-        self._driver = self._state = self._deferred = None
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        self._driver = self._state = self._builder = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
