@@ -51,12 +51,14 @@ from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.gradients import Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
+from lightning_holmes.monitoring import TimelineMonitor, make_monitor
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
 from lightning_holmes.plan.choose import PlanOptions, make_plan
 from lightning_holmes.plan.placement import Placement
@@ -91,6 +93,8 @@ class HolmesStrategy(CheckpointingStrategy):
         save_distributed_checkpoint: write each checkpoint as a folder, every rank its part; False: as one file that
             plain Lightning reads. "auto" is True for more than one process. Either is read in any layout.
         async_checkpoint: copy the state, and write it while training goes on.
+        monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
+            into the run's folder (see ``lightning_holmes.monitoring``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: of collectives and transfers.
         port_range: the first and the last port that a firewall between hosts leaves open. What this package listens on
@@ -117,6 +121,7 @@ class HolmesStrategy(CheckpointingStrategy):
         broadcast_batch: bool = False,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_checkpoint: bool = False,
+        monitor: bool | int = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         port_range: tuple[int, int] | None = None,
@@ -132,6 +137,8 @@ class HolmesStrategy(CheckpointingStrategy):
             schedules=("auto", *SCHEDULE_NAMES),
             backend=process_group_backend,
         )
+        self._monitor = make_monitor(monitor)
+        self._clock: StepClock | None = None
         self._topology_argument = topology
         self._options = PlanOptions(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -433,6 +440,8 @@ class HolmesStrategy(CheckpointingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
+        if self._monitor is not None and not any(isinstance(c, TimelineMonitor) for c in callbacks):
+            callbacks.append(self._monitor)
         self._same_metrics_everywhere(module)
         agreement.share_random_state(self._groups)
         self._state.watch()
@@ -595,6 +604,8 @@ class HolmesStrategy(CheckpointingStrategy):
                 f"that steps once a batch"
             )
         self._last_step = step
+        if self._clock is not None:
+            self._clock.begin_step(step)
         self._gradients.begin()
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._scale_losses
@@ -621,6 +632,8 @@ class HolmesStrategy(CheckpointingStrategy):
     def _evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         assert self._plan is not None
         place = tuple(a for a in arguments if isinstance(a, int))
+        if self._clock is not None:
+            self._clock.interrupt()
         with self._explaining():
             count = self._plan.eval_num_microbatches
             result = self._run(step_name, batch, arguments, count, (_EVALUATION[step_name], *place), None)
@@ -678,11 +691,49 @@ class HolmesStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None and self._gradients is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._explaining():
+        with self._explaining(), nullcontext() if self._clock is None else self._clock.noting("reduce"):
             self._gradients.hand_over(last=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Lightning does; a monitored run notes the time from the gradients to the end of the optimizer's step."""
+        clock = self._clock
+        if clock is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        behind: list[Any] = []
+
+        def timed_closure() -> Any:
+            result = closure()
+            behind[:] = [clock.mark()]
+            return result
+
+        output = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        if behind:
+            clock.add("update", behind[0])
+        return output
+
+    # monitoring
+
+    def start_monitoring(self) -> StepClock:
+        """Note from now on when this rank computes, waits and communicates."""
+        assert self._driver is not None
+        rank = 0 if self._groups is None else self._groups.pipeline_rank
+        self._clock = self._driver.clock = StepClock(self.root_device, rank)
+        return self._clock
+
+    def stop_monitoring(self) -> None:
+        """Note nothing any more."""
+        self._clock = None
+        if self._driver is not None:
+            self._driver.clock = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

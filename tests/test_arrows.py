@@ -33,6 +33,7 @@ BESIDE_STRATEGY = {
     "learning",
     "collectives",
     "job_layout",
+    "monitoring",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

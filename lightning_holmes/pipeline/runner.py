@@ -18,6 +18,7 @@ from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import Action, Op, Schedule
 
 TOPIC_SHAPES = 1
@@ -50,6 +51,7 @@ class PipelineRunner:
     def __init__(self, module: PipelineModule, edges: Edges | None) -> None:
         self.module = module
         self.edges = edges
+        self.clock: StepClock | None = None  # of a monitored run
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
 
     def run(self, job: StepJob) -> Generator[None, None, None]:
@@ -63,7 +65,10 @@ class PipelineRunner:
         for action in job.schedule.actions[rank]:
             yield from batch.perform(action)
         if self.edges is not None:
+            start = None if self.clock is None else self.clock.mark()
             self.edges.finish()
+            if self.clock is not None:
+                self.clock.add("wait", start)
 
 
 class _Batch:
@@ -72,6 +77,7 @@ class _Batch:
     def __init__(self, runner: PipelineRunner, job: StepJob) -> None:
         self.runner = runner
         self.module = runner.module
+        self.clock = runner.clock
         self.job = job
         self.schedule = job.schedule
         self.last_stage = job.schedule.num_stages - 1
@@ -95,14 +101,21 @@ class _Batch:
         elif action.op is Op.BACKWARD:
             yield from self._backward(action)
         elif action.op is Op.SEND_ACTIVATION:
+            start = None if self.clock is None else self.clock.mark()
             self._send_activation(action)
+            if self.clock is not None:
+                self.clock.add("send_activation", start, action.stage, action.microbatch)
         elif action.op is Op.SEND_GRADIENT:
+            start = None if self.clock is None else self.clock.mark()
             self._send_gradient(action)
+            if self.clock is not None:
+                self.clock.add("send_gradient", start, action.stage, action.microbatch)
 
     # computing
 
     def _forward(self, action: Action) -> Generator[None, None, None]:
-        job, stage, microbatch = self.job, action.stage, action.microbatch
+        job, stage, microbatch, clock = self.job, action.stage, action.microbatch, self.clock
+        start = None if clock is None else clock.mark()
         run = StageRun(
             stage=stage,
             step_name=job.step_name,
@@ -113,19 +126,25 @@ class _Batch:
             tensors = yield from self._arrived(arrival)
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
+            if clock is not None:
+                start = clock.add("wait_activation", start, stage, microbatch)
         output = self.module.forward_step(run, lambda: job.step(run, microbatch))
+        if clock is not None:
+            clock.add("forward", start, stage, microbatch)
         if stage == self.last_stage:
             job.outputs[microbatch] = output
         if job.loss_scales is not None or stage < self.last_stage:
             self.runs[stage, microbatch] = run
 
     def _backward(self, action: Action) -> Generator[None, None, None]:
-        stage, microbatch = action.stage, action.microbatch
+        stage, microbatch, clock = action.stage, action.microbatch, self.clock
+        start = None if clock is None else clock.mark()
         run = self.runs[stage, microbatch]
         if stage == self.last_stage:
             assert self.job.loss_scales is not None
             if self.scales is None:
                 self.scales = self.job.loss_scales()
+                start = None if clock is None else clock.add("wait", start)  # for the replicas' weights
             output = self.job.outputs[microbatch]
             roots = [loss_of(output, self.job.step_name)]
             gradients = [torch.full_like(roots[0], self.scales[microbatch])]
@@ -136,11 +155,15 @@ class _Batch:
             assert run.payload is not None
             roots = [t for t in run.payload if t.requires_grad]
             gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
+            if clock is not None:
+                start = clock.add("wait_gradient", start, stage, microbatch)
             run.payload = None
         if roots:
             run.backward = True
             with self.module.running(run):
                 torch.autograd.backward(roots, gradients)
+        if clock is not None:
+            clock.add("backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
 

@@ -22,6 +22,7 @@ from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow,
 from lightning_holmes.pipeline.runner import PipelineRunner, StepJob, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import make_schedule
 
 TOPIC_BATCH = 3
@@ -86,6 +87,7 @@ class StepDriver:
         self.broadcast_batch = broadcast_batch
         self.splitter = splitter or BatchSplitter()
         self.runner = PipelineRunner(pipeline, edges)
+        self.clock: StepClock | None = None  # of a monitored run
         num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
         self.recorder = LogRecorder(module, num_layers)
         self._positions = {
@@ -116,7 +118,12 @@ class StepDriver:
 
     def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
         """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
+        clock = self.clock if request.loss_scales is not None else None  # evaluation is not noted
+        self.runner.clock = clock
+        start = None if clock is None else clock.mark()
         batch = yield from self._agree_on(request.batch)
+        if clock is not None:
+            clock.add("wait", start)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
         microbatches = self._split(batch, count)
@@ -149,7 +156,11 @@ class StepDriver:
                 yield from self.runner.run(job)
         finally:
             self.inside_step = False
-        return (yield from self._share(request, job, sizes, weights, window))
+        start = None if clock is None else clock.mark()
+        result = yield from self._share(request, job, sizes, weights, window)
+        if clock is not None:
+            clock.add("wait", start)
+        return result
 
     def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
         """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank."""

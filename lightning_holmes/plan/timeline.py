@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-SpanKind = Literal["forward", "backward", "transfer", "reduce", "update", "gather"]
-COMPUTE_KINDS = ("forward", "backward", "update")
+SpanKind = Literal["forward", "backward", "transfer", "reduce", "update", "gather", "wait", "other"]
+COMPUTE_KINDS = ("forward", "backward", "update", "other")
 AXES = ("pipeline", "data_parallel", "tensor_parallel")
 
 
 class Span(NamedTuple):
     """One thing that a rank did from start_s to end_s, seconds since the step's start.
 
-    A transfer is the sender's. stage is the stage whose work it is; microbatch is -1 for what belongs to none.
+    A transfer is the sender's. stage is the stage whose work it is; microbatch is -1 for what belongs to none. Only
+    measured timelines have wait (for another rank) and other (a rank's own work outside of the microbatches).
     """
 
     kind: SpanKind

@@ -24,6 +24,8 @@ COLOURS = {
     "reduce": "#D55E00",
     "update": "#56B4E9",
     "gather": "#CC79A7",
+    "other": "#999999",
+    "wait": "#F7F3D0",
     "idle": "#EEEEEE",
 }
 PLOT_FORMATS = (".png", ".svg")
@@ -67,7 +69,7 @@ def _draw(timelines: Sequence[Timeline], title: str, file_format: str) -> bytes:
     axes[-1, 0].set_xlabel("seconds since the start of the step")
     if title:
         figure.suptitle(title, fontsize=10)
-    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=7, frameon=False)
+    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=9, frameon=False)
     buffer = io.BytesIO()
     # a fixed salt: the same timeline gives the same file
     with matplotlib.rc_context({"svg.hashsalt": "lightning-holmes", "svg.fonttype": "none"}):
@@ -119,4 +121,5 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
 
     present = {span.kind for timeline in timelines for row in timeline.spans for span in row} | {"idle"}
     names = {"reduce": "gradient reduction", "gather": "parameter gathering", "update": "optimizer"}
+    names |= {"wait": "waiting", "other": "other work"}
     return [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items() if kind in present]

@@ -152,3 +152,40 @@ def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
                 times = bare_loop(options, dist.get_rank(), microbatches)
             found[name] += times
     return found
+
+
+def monitored_in_turn(options: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of batches of one run, every second one noted by the strategy's clock."""
+    seconds: dict[str, list[float]] = {"holmes": [], "plain": []}
+
+    class InTurn(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2:
+                trainer.strategy.start_monitoring()
+            else:
+                trainer.strategy.stop_monitoring()
+            self.began = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            taken = time.perf_counter() - self.began
+            if batch_idx >= 4:
+                seconds["holmes" if batch_idx % 2 else "plain"].append(taken)
+
+    seed_everything(1, verbose=False)
+    module = GPT(hidden_size=options["hidden_size"], num_layers=options["num_layers"], sequence_length=SEQUENCE)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=lightning_holmes.HolmesStrategy(
+            pipeline_parallel_size=2, num_microbatches=options["num_microbatches"]
+        ),
+        max_steps=options["steps"],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[InTurn()],
+    )
+    windows = Windows(options["batch_size"] * options["steps"])
+    trainer.fit(module, DataLoader(windows, batch_size=options["batch_size"]))
+    return seconds

@@ -64,3 +64,14 @@ def test_two_stages_cost_at_most_five_percent_over_a_bare_1f1b_loop() -> None:
         return last  # type: ignore[no-any-return]
 
     assert measure("two stages, HolmesStrategy against a bare loop over torch's 1F1B", "bare", 1.05, run) <= 1.05
+
+
+@pytest.mark.timeout(900)
+def test_monitoring_costs_at_most_two_percent() -> None:
+    options = {"hidden_size": 128, "num_layers": 4, "batch_size": 8, "steps": 84, "num_microbatches": 4}
+
+    def run() -> dict[str, list[float]]:
+        first, _ = launch(2, "step_time_workers:monitored_in_turn", options, timeout_s=280)
+        return first  # type: ignore[no-any-return]
+
+    assert measure("two stages, a monitored batch against the one before it", "plain", 1.02, run) <= 1.02

@@ -1,0 +1,179 @@
+"""TimelineMonitor: what each rank did when, in a run's own step, written into the run's folder.
+
+    Trainer(strategy=HolmesStrategy(monitor=True))               # or monitor=100: also every 100 steps
+    Trainer(strategy="holmes", callbacks=[TimelineMonitor(every_n_steps=100)])
+
+At the end of fit (and every n steps) the ranks' notes of the last steps are brought together: the step whose length is
+the middle one becomes a Timeline for each replica, in ``timeline.json``, and is drawn in ``timeline.png`` beside the
+predicted one, where there is a prediction. docs/planning.md lists the keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline.step_clock import StepClock
+from lightning_holmes.plan.measured import RankStep, make_measured_timeline, seconds_by_kind
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.timeline import Timeline
+from lightning_holmes.plan.timeline_plot import save_timeline_plot
+
+_WARM_UP = 2  # steps that are left out where enough others are known
+
+
+class TimelineMonitor(Callback):
+    """Records the timeline of steps; needs HolmesStrategy.
+
+    Args:
+        every_n_steps: also write after every so many batches; None: at the end of fit only.
+        file: name of the JSON file in the run's folder (the logger's, else the trainer's ``default_root_dir``); the
+            picture lies beside it.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, file: str = "timeline.json") -> None:
+        if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
+            raise ConfigurationError(
+                f"every_n_steps={every_n_steps!r} is not allowed; write a whole number, at least 1"
+            )
+        if Path(file).suffix != ".json":
+            raise ConfigurationError(f"file={file!r}: the name must end in .json")
+        self.every_n_steps = every_n_steps
+        self.file = file
+        self._clock: StepClock | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        start = getattr(trainer.strategy, "start_monitoring", None)
+        if start is None:
+            raise ConfigurationError(
+                f"TimelineMonitor notes what HolmesStrategy runs, but the strategy is {type(trainer.strategy).__name__}; "
+                f'use strategy="holmes", or leave the callback out'
+            )
+        self._clock = start()
+        _note_signal_broadcast(trainer, self._clock)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._clock is not None
+        self._clock.end_batch()
+        if self.every_n_steps is not None and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_steps == 0:
+            self._clock.interrupt()
+            self.write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._clock is not None
+        self._clock.interrupt()
+        self.write(trainer)
+        _leave_signal_broadcast(trainer)
+        trainer.strategy.stop_monitoring()  # type: ignore[attr-defined]
+        self._clock = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        _leave_signal_broadcast(trainer)
+        self._clock = None
+
+    def write(self, trainer: Trainer) -> None:
+        """Bring the notes together and write them; all ranks must call."""
+        assert self._clock is not None
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked by all: it is a collective
+        found = _gather(self._clock.steps())
+        if found is None:
+            rank_zero_warn("TimelineMonitor: no step was noted to its end, so that there is no timeline to write")
+            return
+        if not trainer.is_global_zero:
+            return
+        number, count, steps = found
+        plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
+        prediction = getattr(trainer.strategy, "prediction", None)
+        predicted = None if prediction is None else prediction.timeline
+        data = timeline_data(plan, steps, predicted)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.file
+        path.write_text(json.dumps({"step": number, "steps_noted": count, **data}, allow_nan=False), encoding="utf-8")
+        _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
+
+
+def make_monitor(monitor: bool | int) -> TimelineMonitor | None:
+    """The callback that the strategy's ``monitor`` asks for."""
+    if isinstance(monitor, bool):
+        return TimelineMonitor() if monitor else None
+    if not isinstance(monitor, int) or monitor < 1:
+        raise ConfigurationError(f"monitor={monitor!r} is not allowed; write True, False, or every how many steps")
+    return TimelineMonitor(every_n_steps=monitor)
+
+
+def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | None) -> dict[str, Any]:
+    """What the file holds, from one step of every global rank; docs/planning.md documents the keys."""
+    replicas = []
+    for replica in range(plan.data_parallel_size):
+        for part in range(plan.tensor_parallel_size):
+            ranks = plan.placement.pipeline_group(replica, part)
+            timeline = make_measured_timeline([steps[rank] for rank in ranks])
+            replicas.append({"ranks": list(ranks), "timeline": timeline.to_data()})
+    return {
+        "step_s": max(step.seconds for step in steps),
+        "seconds_by_kind": [seconds_by_kind(step) for step in steps],
+        "replicas": replicas,
+        "predicted": None if predicted is None else predicted.to_data(),
+    }
+
+
+def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:
+    """(number of the step of middle length, how many were noted, that step on every rank)."""
+    seconds = {number: step.seconds for number, step in mine.items()}
+    everyone: list[Any] = [seconds]
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, seconds)
+    common = sorted(set(everyone[0]).intersection(*everyone[1:]))
+    if len(common) > 2 * _WARM_UP:
+        common = common[_WARM_UP:]
+    if not common:
+        return None
+    longest = {number: max(of_rank[number] for of_rank in everyone) for number in common}
+    middle = statistics.median_low(longest.values())
+    number = next(number for number in common if longest[number] == middle)
+    if not several:
+        return number, len(common), [mine[number]]
+    steps: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(steps, mine[number].to_data())
+    return number, len(common), [RankStep.from_data(data) for data in steps]
+
+
+def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
+    timelines = [] if data["predicted"] is None else [Timeline.from_data(data["predicted"])]
+    timelines += [Timeline.from_data(replica["timeline"]) for replica in data["replicas"][:4]]
+    try:
+        save_timeline_plot(timelines, path, title=title)
+    except ConfigurationError as error:  # matplotlib is missing, say: the figures are in the JSON
+        rank_zero_warn(f"TimelineMonitor draws nothing: {error}")
+
+
+def _note_signal_broadcast(trainer: Trainer, clock: StepClock) -> None:
+    """Count as waiting what Lightning's broadcast ahead of each batch waits for rank 0."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    broadcast = getattr(loop, "_broadcast_sigterm_tensor", None)
+    if broadcast is None:
+        return
+
+    @functools.wraps(broadcast)
+    def noted() -> None:
+        with clock.noting("wait"):
+            broadcast()
+
+    loop._broadcast_sigterm_tensor = noted
+
+
+def _leave_signal_broadcast(trainer: Trainer) -> None:
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)

@@ -1,0 +1,133 @@
+"""StepClock: notes when this rank computed, waited and communicated, step by step.
+
+    clock.begin_step(7)
+    start = clock.mark()
+    ...
+    clock.add("forward", start, stage=0, microbatch=3)
+
+A mark is a reading of the host's clock; on CUDA an event in the current stream, which nothing waits for until the steps
+are read. Joining what the ranks noted is plan/measured.py's work. The last steps are kept, so that a long run takes no
+more memory than a short one.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_holmes.plan.measured import Event, EventKind, RankStep
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+KEPT_STEPS = 32
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    began: Any
+    events: list[tuple[EventKind, Any, Any, int, int]] = field(default_factory=list)
+    ended: Any = None
+
+
+class StepClock:
+    """The clock of one rank.
+
+    Args:
+        device: where the steps compute.
+        rank: this rank's place in its pipeline.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self.rank = rank
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._steps: collections.deque[_Step] = collections.deque(maxlen=KEPT_STEPS)
+        self._open: _Step | None = None
+        self._zero: tuple[Any, float] | None = None  # an event, and the host's clock when it was reached
+        self._name = clock_name()
+
+    def mark(self) -> Any:
+        """Now; to be given to :meth:`add`."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
+        """Note something that began at the mark ``start`` and ends now; gives the mark of now."""
+        now = self.mark()
+        if self._open is not None:
+            self._open.events.append((kind, start, now, stage, microbatch))
+        return now
+
+    @contextmanager
+    def noting(self, kind: EventKind) -> Iterator[None]:
+        """Note what runs inside."""
+        start = self.mark()
+        yield
+        self.add(kind, start)
+
+    def begin_step(self, number: int) -> None:
+        """A training batch begins; the one before lasted until now."""
+        now = self.mark()
+        if self._cuda and self._zero is None:
+            now.synchronize()
+            self._zero = now, time.perf_counter()
+        if self._open is not None:
+            self._open.ended = now
+            self._steps.append(self._open)
+        self._open = _Step(number, now)
+
+    def end_batch(self) -> None:
+        """The batch is done; the step ends here if no other follows at once."""
+        if self._open is not None:
+            self._open.ended = self.mark()
+
+    def interrupt(self) -> None:
+        """Something else than the next training batch follows: validation, saving, the end."""
+        if self._open is not None and self._open.ended is not None:
+            self._steps.append(self._open)
+        self._open = None
+
+    def steps(self) -> dict[int, RankStep]:
+        """The kept steps that have ended, by number; on CUDA the device is waited for."""
+        if self._cuda and self._steps:
+            torch.cuda.synchronize(self._device)
+        found = {}
+        for step in self._steps:
+            events = tuple(
+                Event(kind, self._seconds(start), self._seconds(end), stage, microbatch)
+                for kind, start, end, stage, microbatch in step.events
+            )
+            found[step.number] = RankStep(
+                rank=self.rank,
+                clock=self._name,
+                began_s=self._seconds(step.began),
+                ended_s=self._seconds(step.ended),
+                events=events,
+            )
+        return found
+
+    def _seconds(self, mark: Any) -> float:
+        if not self._cuda:
+            return float(mark)
+        assert self._zero is not None
+        event, seconds = self._zero
+        return seconds + float(event.elapsed_time(mark)) / 1e3
+
+
+def clock_name() -> str:
+    """The same on all processes whose ``time.perf_counter`` is one clock: those of one booted kernel."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return str(uuid.getnode())

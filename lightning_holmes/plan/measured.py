@@ -1,0 +1,216 @@
+"""Measured timelines: what the ranks of one pipeline noted of a step, as a Timeline that is drawn beside the predicted one.
+
+    timeline = make_measured_timeline([RankStep(rank=0, clock="a", ...), RankStep(rank=1, ...)])
+
+It owns the joining: hosts have clocks of their own, and the transfers themselves tell how far these are apart. What is
+not known: when a transfer arrived for which nobody waited (its span ends with the call that started it), and how a rank's
+own work outside of the microbatches divides ("other": data, checks, logging, callbacks, starting transfers).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
+
+EventKind = Literal[
+    "forward",
+    "backward",
+    "wait_activation",
+    "wait_gradient",
+    "send_activation",
+    "send_gradient",
+    "wait",
+    "reduce",
+    "update",
+]
+_SPANS: dict[str, SpanKind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "wait_activation": "wait",
+    "wait_gradient": "wait",
+    "wait": "wait",
+    "reduce": "reduce",
+    "update": "update",
+}
+_WAITED_S = 20e-6  # what taking an arrived tensor takes is no wait
+_SENDS = ("send_activation", "send_gradient")
+
+
+class Event(NamedTuple):
+    """Something that a rank noted, in seconds of its own clock; stage and microbatch are -1 where it has none.
+
+    wait_activation and wait_gradient belong to the stage that waits, send_activation and send_gradient to the one that
+    sends. reduce is what the rank waited for its gradients, not what ran beside its backward.
+    """
+
+    kind: EventKind
+    start_s: float
+    end_s: float
+    stage: int = -1
+    microbatch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """One step of one pipeline rank. clock: ranks with the same one read the same clock."""
+
+    rank: int
+    clock: str
+    began_s: float
+    ended_s: float
+    events: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return self.ended_s - self.began_s
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for other processes."""
+        return {
+            "rank": self.rank,
+            "clock": self.clock,
+            "began_s": self.began_s,
+            "ended_s": self.ended_s,
+            "events": [tuple(event) for event in self.events],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> RankStep:
+        """What to_data gave."""
+        return cls(**{**data, "events": tuple(Event(*event) for event in data["events"])})
+
+
+def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
+    """The timeline of one step of one pipeline, from what each of its ranks noted; by rank.
+
+    Its spans but the transfers fill each rank's step without overlap: what no event covers is "other".
+    """
+    ahead = clock_offsets(steps)
+    moved = [_moved(step, ahead[step.rank]) for step in steps]
+    zero = min(step.began_s for step in moved)
+    sent: dict[tuple[str, int, int], float] = {}
+    waits: dict[tuple[str, int, int], Event] = {}
+    for step in moved:
+        for event in step.events:
+            if event.kind in _SENDS:
+                sent[event.kind, event.stage, event.microbatch] = event.start_s
+            elif event.kind in ("wait_activation", "wait_gradient"):
+                waits[event.kind, event.stage, event.microbatch] = event
+    rows, exposed, reduced = [], 0.0, 0.0
+    for step in moved:
+        row = []
+        for event in step.events:
+            start, end = event.start_s - zero, event.end_s - zero
+            if event.kind in _SENDS:
+                wait = waits.get(_received_as(event))
+                if wait is not None and wait.end_s > event.end_s and wait.end_s - wait.start_s > _WAITED_S:
+                    end = wait.end_s - zero
+                row.append(Span("transfer", start, end, event.stage, event.microbatch))
+                continue
+            row.append(Span(_SPANS[event.kind], start, end, event.stage, event.microbatch))
+            if event.kind == "reduce":
+                reduced += event.end_s - event.start_s
+            origin = sent.get(_sent_as(event))
+            if origin is not None:
+                exposed += max(0.0, event.end_s - max(event.start_s, origin))
+        row += _others(row, step.began_s - zero, step.ended_s - zero)
+        rows.append(tuple(sorted(row, key=lambda span: span.start_s)))
+    return Timeline(
+        spans=tuple(rows),
+        step_s=max(step.seconds for step in steps),
+        exposed_s={"pipeline": exposed, "data_parallel": reduced, "tensor_parallel": 0.0},
+        peak_memory_bytes=(0.0,) * len(steps),
+        source="measured",
+    )
+
+
+def seconds_by_kind(step: RankStep) -> dict[str, float]:
+    """How a rank's step divides: forward, backward, wait, reduce, update and other; they add up to the step."""
+    found = dict.fromkeys(("forward", "backward", "wait", "reduce", "update", "other"), 0.0)
+    for event in step.events:
+        if event.kind in _SPANS:
+            found[_SPANS[event.kind]] += event.end_s - event.start_s
+    found["other"] = step.seconds - sum(found.values())
+    return found
+
+
+def clock_offsets(steps: Sequence[RankStep]) -> dict[int, float]:
+    """What is to be added to each rank's clock to have the first one's.
+
+    Where clocks differ, a transfer from a to b cannot arrive before it was sent: the smallest difference of arrival
+    and sending, in both directions, bounds the offset on both sides, and the middle is taken (as NTP does).
+    """
+    ranks = len(steps)
+    least: dict[tuple[int, int], float] = {}
+    sent: dict[tuple[str, int, int], tuple[int, float]] = {
+        (e.kind, e.stage, e.microbatch): (s.rank, e.start_s) for s in steps for e in s.events if e.kind in _SENDS
+    }
+    for step in steps:
+        for event in step.events:
+            origin = sent.get(_sent_as(event))
+            if origin is not None:
+                pair = origin[0], step.rank
+                least[pair] = min(least.get(pair, float("inf")), event.end_s - origin[1])
+    clocks = {step.rank: step.clock for step in steps}
+    began = {step.rank: step.began_s for step in steps}
+    first = steps[0].rank
+    known = {first: 0.0}
+    open_ranks = [first]
+    while open_ranks:
+        one = open_ranks.pop(0)
+        for other in clocks:
+            if other in known:
+                continue
+            if clocks[one] == clocks[other]:
+                known[other] = known[one]
+            elif (one, other) in least and (other, one) in least:
+                known[other] = known[one] - (least[one, other] - least[other, one]) / 2
+            else:
+                continue
+            open_ranks.append(other)
+    for rank in clocks:
+        if rank not in known:  # it neither shares a clock nor hears from anybody both ways: steps begin together
+            known[rank] = known[first] + began[first] - began[rank]
+    assert len(known) == ranks
+    return known
+
+
+def _moved(step: RankStep, seconds: float) -> RankStep:
+    if seconds == 0.0:
+        return step
+    return RankStep(
+        rank=step.rank,
+        clock=step.clock,
+        began_s=step.began_s + seconds,
+        ended_s=step.ended_s + seconds,
+        events=tuple(e._replace(start_s=e.start_s + seconds, end_s=e.end_s + seconds) for e in step.events),
+    )
+
+
+def _sent_as(event: Event) -> tuple[str, int, int]:
+    """The send that a wait is for."""
+    if event.kind == "wait_activation":
+        return "send_activation", event.stage - 1, event.microbatch
+    if event.kind == "wait_gradient":
+        return "send_gradient", event.stage + 1, event.microbatch
+    return "", -1, -1
+
+
+def _received_as(event: Event) -> tuple[str, int, int]:
+    """The wait that a send ends."""
+    if event.kind == "send_activation":
+        return "wait_activation", event.stage + 1, event.microbatch
+    return "wait_gradient", event.stage - 1, event.microbatch
+
+
+def _others(row: Sequence[Span], began: float, ended: float) -> list[Span]:
+    """What lies between the spans of a row."""
+    taken = sorted((span.start_s, span.end_s) for span in row if span.kind != "transfer")
+    edges = [began, *itertools.chain.from_iterable(taken), ended]
+    gaps = [(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]
+    return [Span("other", start, end, -1, -1) for start, end in gaps if end > start]

@@ -1,0 +1,22 @@
+"""A monitored run, on every rank."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from strategy_cases import Classifier, Setting, build, samples
+
+from lightning_holmes.monitoring import TimelineMonitor
+
+
+def monitored(payload: Any) -> dict[str, Any]:
+    """Two epochs of four batches, with a validation between; what was written, as rank 0 sees it."""
+    setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
+    trainer = setting.trainer(max_epochs=2)
+    trainer.fit(build(Classifier), setting.loader(samples(64), 16), setting.loader(samples(16, seed=1), 16))
+    path = Path(payload["folder"]) / "timeline.json"
+    return {
+        "data": json.loads(path.read_text()) if trainer.is_global_zero else None,
+        "drawn": path.with_suffix(".png").exists() if trainer.is_global_zero else None,
+        "monitors": sum(isinstance(c, TimelineMonitor) for c in trainer.callbacks),  # type: ignore[attr-defined]
+    }

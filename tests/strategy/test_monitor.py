@@ -1,0 +1,81 @@
+"""monitor=True: a step's timeline of all ranks, in the run's folder; each rank's parts add up to its step."""
+
+import itertools
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from launch import launch
+from strategy_cases import Classifier, Setting, build, samples
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.monitoring import TimelineMonitor
+from lightning_holmes.plan.timeline import Timeline
+
+KINDS = {"forward", "backward", "wait", "reduce", "update", "other"}
+
+
+@pytest.mark.parametrize(
+    ("holmes", "replicas"),
+    [
+        ({"pipeline_parallel_size": 2, "num_microbatches": 4}, 2),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 4, "num_chunks": 2}, 1),
+    ],
+)
+def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict, replicas: int) -> None:
+    payload = {"folder": str(tmp_path), "holmes": {**holmes, "monitor": True}, "replicas": replicas}
+    results = launch(2 * replicas, "monitor_cases:monitored", payload, timeout_s=120)
+    assert [result["monitors"] for result in results] == [1] * 2 * replicas
+    data = results[0]["data"]
+    assert results[0]["drawn"]
+    assert data["steps_noted"] == 6, "eight batches but the first two"
+    assert sorted(rank for replica in data["replicas"] for rank in replica["ranks"]) == list(range(2 * replicas))
+    assert len(data["seconds_by_kind"]) == 2 * replicas
+    num_chunks = holmes.get("num_chunks", 1)
+    for replica in data["replicas"]:
+        timeline = Timeline.from_data(replica["timeline"])
+        assert timeline.num_ranks == 2 and timeline.source == "measured"
+        for pipeline_rank, (row, rank) in enumerate(zip(timeline.spans, replica["ranks"], strict=True)):
+            own = [span for span in row if span.kind != "transfer"]
+            seconds = data["seconds_by_kind"][rank]
+            assert set(seconds) == KINDS and min(seconds.values()) >= 0
+            assert sum(span.end_s - span.start_s for span in own) == pytest.approx(sum(seconds.values()), rel=1e-6)
+            assert sum(seconds.values()) <= data["step_s"] * (1 + 1e-9)
+            for kind in ("forward", "backward"):
+                done = sorted((span.stage, span.microbatch) for span in own if span.kind == kind)
+                stages = range(pipeline_rank, 2 * num_chunks, 2)
+                assert done == [(stage, microbatch) for stage in stages for microbatch in range(4)]
+            assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(own))
+        sent = {
+            (span.stage, span.microbatch): span for row in timeline.spans for span in row if span.kind == "transfer"
+        }
+        begun = {(s.stage, s.microbatch): s.start_s for row in timeline.spans for s in row if s.kind == "forward"}
+        for microbatch in range(4):  # nothing is computed before it was sent
+            assert sent[0, microbatch].start_s <= begun[1, microbatch]
+
+
+def test_one_process_is_monitored_by_the_callback_and_keeps_its_numbers(tmp_path: Path) -> None:
+    weights = []
+    for callbacks in ([], [TimelineMonitor(every_n_steps=3, file="steps.json")]):
+        setting = Setting(folder=tmp_path)
+        module = build(Classifier)
+        trainer = setting.trainer(max_epochs=1, callbacks=callbacks, strategy=HolmesStrategy(num_microbatches=2))
+        trainer.fit(module, setting.loader(samples(64), 16))
+        weights.append([parameter.detach().clone() for parameter in module.parameters()])
+    assert (tmp_path / "steps.json").exists()
+    assert all(one.equal(other) for one, other in zip(*weights, strict=True))
+
+
+def test_bad_arguments_and_other_strategies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="monitor=0"):
+        HolmesStrategy(monitor=0)
+    with pytest.raises(ConfigurationError, match="every_n_steps=0"):
+        TimelineMonitor(every_n_steps=0)
+    with pytest.raises(ConfigurationError, match=r"must end in \.json"):
+        TimelineMonitor(file="timeline")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[TimelineMonitor()], logger=False, default_root_dir=tmp_path
+    )
+    with pytest.raises(ConfigurationError, match="SingleDeviceStrategy"):
+        trainer.fit(build(Classifier), Setting(folder=tmp_path).loader(samples(16), 8))
