@@ -22,6 +22,7 @@ from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.plan.plan import Plan
 
 
@@ -38,14 +39,18 @@ class Gradients:
         self._pipeline = pipeline
         self._groups = groups
         self._device = device
-        local = pipeline.local_parameters
-        parameters = {n: p for n, p in pipeline.module.named_parameters() if n in local}
+        parameters = _in_backward_order(pipeline, plan)
         shared = _shared_between_stages(pipeline, plan)
         # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
         reduced = plan.data_parallel_size > 1 or bool(shared)
         split = any(map(sharded.is_sharded, parameters.values()))
-        self._buffer = GradBuffer(parameters, flat=reduced or split or (low and plan.placement.world_size > 1))
+        self._buffer = GradBuffer(
+            parameters,
+            flat=reduced or split or (low and plan.placement.world_size > 1),
+            data_parallel_size=plan.data_parallel_size,
+            apart={name: ranks for ranks, names in shared.items() for name in names},
+        )
         self._sync = GradSync(
             self._buffer,
             groups.data_parallel,
@@ -113,6 +118,21 @@ class Gradients:
     def close(self) -> None:
         """Let go of buffers and hooks."""
         self._buffer.close()
+
+
+def _in_backward_order(pipeline: PipelineModule, plan: Plan) -> dict[str, nn.Parameter]:
+    """This rank's parameters in the order in which its backward finishes them: the last layers' first.
+
+    With several stages on a rank, a parameter is finished with the first stage that reads it; at a place, and where no
+    place is known, those that are defined last come first.
+    """
+    local = pipeline.local_parameters
+    parameters = [(n, p) for n, p in pipeline.module.named_parameters() if n in local][::-1]
+    structure = pipeline.structure
+    if structure is not None:
+        readers = structure.readers
+        parameters.sort(key=lambda named: -min(readers.get(named[0]) or (BEFORE,)))
+    return dict(parameters)
 
 
 def _shared_between_stages(pipeline: PipelineModule, plan: Plan) -> dict[tuple[int, ...], list[str]]:

@@ -1,62 +1,128 @@
-"""Where gradients gather: one flat ``main_grad`` for each device and gradient type of a rank.
+"""Where gradients gather: flat ``main_grad`` buckets of a rank, in the order in which its backward finishes them.
 
 Lightning erases ``p.grad`` between a training step and the backward that it thinks follows; here the
 backward is part of the step, so gradients live in buffers of our own until :meth:`GradBuffer.expose`.
 
 Parameters whose gradient has the buffer's type accumulate straight into views of it; others (bf16
-parameters, sharded ones) are added by a hook behind each accumulation, in fp32. Of a parameter that is sharded
-over a tensor group the buffer has this rank's part; its gradients are laid out like the parameter before they
-enter. Behind the gradients a buffer has one
-number for each parameter: whether anything reached it. It is summed with them, so that a parameter which no
-replica used keeps ``grad = None`` as in plain Lightning (AdamW would decay it otherwise).
+parameters, sharded ones) are added by a hook behind each accumulation. Of a parameter that is sharded
+over a tensor group a bucket has this rank's part; its gradients are laid out like the parameter before they
+enter. Beside the buckets there is one number for each parameter: whether anything reached it. It is summed
+with them, so that a parameter which no replica used keeps ``grad = None`` as in plain Lightning (AdamW would
+decay it otherwise).
+
+    buffer = GradBuffer(parameters, flat=True, data_parallel_size=4)
+    buffer.begin()
+    ...                                   # backwards
+    buffer.end()
+    for bucket in buffer.buckets:         # reduce bucket.buffer, (n,), n a multiple of 4
+        ...
+    buffer.expose(last=True)              # p.grad
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import sharded
 
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""DistributedDataParallel's (``bucket_cap_mb=25``, torch 2.13)."""
+NOTES = 2
+"""Spare numbers behind the flags, summed with them over the replicas: what ranks have to tell each other."""
+NOTE_LATE, NOTE_DRIFT = range(NOTES)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Bucket:
+    """Gradients that lie side by side and are reduced together.
+
+    Attributes:
+        names: of the parameters, in the order of their places.
+        buffer: 1-D; its length is a multiple of the data-parallel size. What no view covers is zero.
+        views: by name, this rank's part of a gradient in the parameter's shape; in the memory of ``buffer``.
+        starts: by name, where its view begins.
+        flags: (len(names),) fp32, in the order of ``names``: behind :meth:`GradBuffer.seal` and a sum over the
+            replicas, above zero where anything reached a parameter.
+        apart: None, or what its parameters have in common that others have not (the stages that share them).
+        launched: its reduction has begun, so ``buffer`` must be left alone.
+    """
+
+    names: tuple[str, ...]
+    buffer: Tensor
+    views: dict[str, Tensor]
+    starts: dict[str, int]
+    flags: Tensor
+    apart: Hashable = None
+    launched: bool = False
+
 
 class GradBuffer:
     """Gradients of ``parameters`` (name -> parameter of this rank) over one accumulation window.
 
     Args:
-        flat: keep one flat buffer for reductions. Without it (a rank on its own, no sharded parameters), gradients
+        parameters: in the order in which the backward finishes them.
+        flat: keep flat buckets for reductions. Without them (a rank on its own, no sharded parameters), gradients
             stay the tensors that autograd made, which costs neither memory nor time.
+        data_parallel_size: what the length of each bucket is a multiple of.
+        bucket_bytes: at which size a bucket is full; a larger parameter has one for itself.
+        grad_dtype: of the buckets; None: the parameter's own. Types of higher precision keep their own.
+        apart: by name, what sets a parameter apart; unlike ones share no bucket, and their buckets come last.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, flat: bool) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        flat: bool,
+        data_parallel_size: int = 1,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        grad_dtype: torch.dtype | None = torch.float32,
+        apart: Mapping[str, Hashable] | None = None,
+    ) -> None:
         self.parameters = dict(parameters)
         self.flat = flat
-        self.buffers: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
+        self.data_parallel_size = data_parallel_size
+        self.bucket_bytes = bucket_bytes
+        self.grad_dtype = grad_dtype
+        self.buckets: list[Bucket] = []
+        self.flags = torch.zeros(0)
+        """(parameters + NOTES,) fp32: the flags of all buckets, and the notes."""
+        self.late: dict[str, Tensor] = {}
+        """What arrived for buckets whose reduction had begun; not yet summed over replicas."""
+        self.generation = 0
+        """Counts how often the buckets have been laid out anew."""
+        self.on_arrival: Callable[[str], None] | None = None
+        """Called with a parameter's name behind each of its accumulations."""
+        self._apart = dict(apart or {})
+        self._bucket_of: dict[str, Bucket] = {}
         self._kept: dict[str, Tensor] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._trainable: tuple[str, ...] = ()
-        self._flags: list[tuple[Tensor, list[str]]] = []
         self._touched: set[str] = set()
         self._open = False
 
     def begin(self) -> None:
-        """Start a batch: zero the buffer if a new window begins, and let autograd accumulate into it."""
-        trainable = tuple(n for n, p in self.parameters.items() if p.requires_grad)
+        """Start a batch: zero the buckets if a new window begins, and let autograd accumulate into them."""
         if not self.flat:
             for name in self.parameters:
                 self.parameters[name].grad = self._kept.get(name) if self._open else None
             self._open = True
             return
+        trainable = tuple(n for n, p in self.parameters.items() if p.requires_grad)
         if trainable != self._trainable:
             self._build(trainable)
         elif not self._open:
-            for buffer in self.buffers:
-                buffer.zero_()
+            for bucket in self.buckets:
+                bucket.buffer.zero_()
             self._touched.clear()
         self._open = True
-        for name, view in self._views.items():
-            parameter = self.parameters[name]
-            parameter.grad = view if _accumulates_in(view, parameter) else None
+        for bucket in self.buckets:
+            bucket.launched = False
+            for name, view in bucket.views.items():
+                parameter = self.parameters[name]
+                parameter.grad = view if _accumulates_in(view, parameter) else None
 
     def end(self) -> None:
         """Finish a batch: take the gradients off the parameters, out of reach of ``zero_grad``."""
@@ -68,21 +134,45 @@ class GradBuffer:
                     self._kept.pop(name, None)
             parameter.grad = None
 
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Gather a gradient that autograd did not accumulate (``torch.autograd.grad``), laid out in any way."""
+        parameter = self.parameters[name]
+        if not self.flat:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            return
+        self._take(name, gradient)
+        if self.on_arrival is not None:
+            self.on_arrival(name)
+
+    def launch(self, bucket: Bucket) -> None:
+        """From now on, to the end of the batch, ``bucket`` belongs to its reduction; what still arrives is ``late``."""
+        bucket.launched = True
+        for name in bucket.names:
+            self.parameters[name].grad = None
+
     def seal(self) -> None:
-        """Write down which parameters were reached, before a reduction sums that too."""
-        for flags, names in self._flags:
-            flags.copy_(torch.tensor([float(n in self._touched) for n in names], dtype=flags.dtype))
+        """Write down which parameters were reached, before a reduction sums that too; the notes become zero."""
+        if self.buckets:
+            reached = [float(n in self._touched) for bucket in self.buckets for n in bucket.names]
+            self.flags.copy_(torch.tensor([*reached, *[0.0] * NOTES]))
+
+    @property
+    def notes(self) -> Tensor:
+        """(NOTES,): what goes with the flags to all replicas."""
+        return self.flags[-NOTES:]
 
     def expose(self, *, last: bool) -> None:
         """Make the gathered gradients ``p.grad``; ``last`` closes the window, after :meth:`seal` and reductions."""
         for name, gradient in self._kept.items():
             self.parameters[name].grad = gradient
         reached = self._touched
-        if last:
-            reached = {n for flags, names in self._flags for n, f in zip(names, flags.tolist(), strict=True) if f}
-        for name, view in self._views.items():
+        if last and self.buckets:
+            names = [n for bucket in self.buckets for n in bucket.names]
+            reached = {n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag}
+        for name, bucket in self._bucket_of.items():
             parameter = self.parameters[name]
             if name in reached:
+                view = bucket.views[name]
                 gradient = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
                 parameter.grad = sharded.like(gradient, parameter)
             else:
@@ -93,66 +183,128 @@ class GradBuffer:
 
     def flag(self, name: str) -> Tensor | None:
         """The one-element view that says whether ``name`` was reached, after :meth:`seal`."""
-        for flags, names in self._flags:
-            if name in names:
-                index = names.index(name)
-                return flags[index : index + 1]
-        return None
+        bucket = self._bucket_of.get(name)
+        if bucket is None:
+            return None
+        index = bucket.names.index(name)
+        return bucket.flags[index : index + 1]
 
     def gradient(self, name: str) -> Tensor | None:
         """The gathered gradient of ``name``, or None if it has none."""
-        return self._views.get(name) if self.flat else self._kept.get(name)
+        if not self.flat:
+            return self._kept.get(name)
+        bucket = self._bucket_of.get(name)
+        return None if bucket is None else bucket.views[name]
 
     def close(self) -> None:
         """Let go of buffers and hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.buffers.clear()
-        self._views.clear()
-        self._flags.clear()
+        self.buckets.clear()
+        self._bucket_of.clear()
         self._kept.clear()
+        self.late.clear()
+        self.on_arrival = None
         self._open = False
 
     def _build(self, trainable: tuple[str, ...]) -> None:
-        """Lay out the buffers for the parameters that are trained now; keeps what has been gathered."""
-        gathered = {n: v for n, v in self._views.items() if self._open}
+        """Lay out the buckets for the parameters that are trained now; keeps what has been gathered."""
+        gathered = {n: b.views[n] for n, b in self._bucket_of.items() if self._open}
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._views, self.buffers, self._flags = {}, [], []
         self._trainable = trainable
-        layouts: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name in trainable:
-            parameter = self.parameters[name]
-            dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
-            layouts.setdefault((parameter.device, dtype), []).append(name)
-        for (device, dtype), names in layouts.items():
-            total = sum(sharded.local_part(self.parameters[n]).numel() for n in names)
-            buffer = torch.zeros(total + len(names), dtype=dtype, device=device)
-            self.buffers.append(buffer)
-            self._flags.append((buffer[total:], names))
-            start = 0
+        self.generation += 1
+        parts = self._deal(trainable)
+        device = self.parameters[trainable[0]].device if trainable else torch.device("cpu")
+        self.flags = torch.zeros(len(trainable) + NOTES, device=device)
+        self.buckets, self._bucket_of, first = [], {}, 0
+        for names in parts:
+            bucket = self._make_bucket(names, self.flags[first : first + len(names)])
+            first += len(names)
+            self.buckets.append(bucket)
             for name in names:
-                parameter = self.parameters[name]
-                local = sharded.local_part(parameter)
-                view = buffer[start : start + local.numel()].view(local.shape)
-                start += local.numel()
-                self._views[name] = view
+                self._bucket_of[name] = bucket
                 if name in gathered:
-                    view.copy_(gathered[name])
-                hook = parameter.register_post_accumulate_grad_hook(self._hook(name, view))  # type: ignore[no-untyped-call]
+                    bucket.views[name].copy_(gathered[name])
+                parameter = self.parameters[name]
+                hook = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
-    def _hook(self, name: str, view: Tensor) -> Callable[[Tensor], None]:
+    def _deal(self, trainable: Iterable[str]) -> list[list[str]]:
+        """The names of each bucket, buckets in the order in which they become full; those set apart come last."""
+        done: list[list[str]] = []
+        filling: dict[Hashable, tuple[list[str], int]] = {}
+        ordered = sorted(trainable, key=lambda n: self._apart.get(n) is not None)  # stable
+        for name in ordered:
+            parameter = self.parameters[name]
+            kind = (
+                parameter.device,
+                parameter.dtype,
+                tuple(parameter.placements) if sharded.is_sharded(parameter) else (),
+                self._apart.get(name),
+            )
+            size = sharded.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
+            names, total = filling.get(kind, ([], 0))
+            if not names or total + size > self.bucket_bytes:
+                names, total = [], 0
+                done.append(names)
+            names.append(name)
+            filling[kind] = names, total + size
+        places = {name: place for place, name in enumerate(ordered)}
+        return sorted(done, key=lambda names: places[names[-1]])
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The type in which a parameter's gradients gather."""
+        own, wanted = parameter.dtype, self.grad_dtype
+        return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
+
+    def _make_bucket(self, names: list[str], flags: Tensor) -> Bucket:
+        first = self.parameters[names[0]]
+        locals_ = {name: sharded.local_part(self.parameters[name]) for name in names}
+        total = sum(local.numel() for local in locals_.values())
+        padded = -(-total // self.data_parallel_size) * self.data_parallel_size
+        buffer = torch.zeros(padded, dtype=self._dtype_of(first), device=first.device)
+        views, starts, start = {}, {}, 0
+        for name, local in locals_.items():
+            starts[name] = start
+            views[name] = buffer[start : start + local.numel()].view(local.shape)
+            start += local.numel()
+        return Bucket(
+            names=tuple(names),
+            buffer=buffer,
+            views=views,
+            starts=starts,
+            flags=flags,
+            apart=self._apart.get(names[0]),
+        )
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        bucket = self._bucket_of[name]
+        view = bucket.views[name]
+
         def arrived(parameter: Tensor) -> None:
-            self._touched.add(name)
-            if not _accumulates_in(view, parameter):
+            if bucket.launched or not _accumulates_in(view, parameter):
                 assert parameter.grad is not None
-                view.add_(sharded.gradient_part(parameter.grad, parameter))
+                self._take(name, parameter.grad)
                 parameter.grad = None
+            else:
+                self._touched.add(name)
+            if self.on_arrival is not None:
+                self.on_arrival(name)
 
         return arrived
+
+    def _take(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to the bucket, or to what came too late for it."""
+        self._touched.add(name)
+        bucket = self._bucket_of[name]
+        part = sharded.gradient_part(gradient, self.parameters[name])
+        target = bucket.views[name]
+        if bucket.launched:
+            target = self.late.setdefault(name, torch.zeros_like(target))
+        target.add_(part)
 
 
 def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:

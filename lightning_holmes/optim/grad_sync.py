@@ -43,8 +43,8 @@ class GradSync:
                     if part is not None:
                         dist.all_reduce(part, group=group)
         if self._group is not None:
-            for buffer in self._buffer.buffers:
-                work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            for tensor in (*(bucket.buffer for bucket in self._buffer.buckets), self._buffer.flags):
+                work = dist.all_reduce(tensor, group=self._group, async_op=True)
                 if work is not None:
                     self._works.append(work)
 

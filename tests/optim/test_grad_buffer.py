@@ -37,7 +37,7 @@ def test_gradients_of_a_window_equal_plain_accumulation(flat: bool, batches: int
 
 def test_bf16_parameters_gather_in_fp32() -> None:
     module, buffer, plain = gathered(torch.bfloat16, True, 2)
-    assert buffer.buffers[0].dtype == torch.float32
+    assert buffer.buckets[0].buffer.dtype == torch.float32
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None and mine.grad.dtype == torch.bfloat16
         torch.testing.assert_close(mine.grad.float(), theirs.grad.float(), rtol=2e-2, atol=1e-2)
@@ -82,3 +82,75 @@ def test_thawing_a_parameter_builds_the_buffer_anew() -> None:
         buffer.seal()
         buffer.expose(last=True)
         assert (module[0].weight.grad is not None) == thawed
+
+
+def test_buckets_follow_the_given_order_and_are_padded() -> None:
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    names = [name for name, _ in module.named_parameters()][::-1]
+    module[1].to(torch.float64)
+    parameters = dict(module.named_parameters())
+    buffer = GradBuffer(
+        {n: parameters[n] for n in names},
+        flat=True,
+        data_parallel_size=8,
+        bucket_bytes=60,
+        apart={"3.bias": (0, 1)},
+    )
+    buffer.begin()
+    assert [bucket.names for bucket in buffer.buckets] == [
+        ("3.weight", "2.bias"),
+        ("1.bias",),
+        ("1.weight",),
+        ("2.weight", "0.bias"),
+        ("0.weight",),
+        ("3.bias",),
+    ]
+    assert [bucket.apart for bucket in buffer.buckets] == [None] * 5 + [(0, 1)]
+    for bucket in buffer.buckets:
+        assert bucket.buffer.numel() % 8 == 0 and bucket.buffer.numel() - 8 < sum(
+            parameters[n].numel() for n in bucket.names
+        )
+        for name in bucket.names:
+            start = bucket.starts[name]
+            assert bucket.views[name].data_ptr() == bucket.buffer[start:].data_ptr()
+            assert bucket.buffer.dtype == parameters[name].dtype and bucket.views[name].shape == parameters[name].shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_arrives_behind_the_launch_is_kept_aside(dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 1, bias=False, dtype=dtype)
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True)
+    buffer.begin()
+    module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    (bucket,) = buffer.buckets
+    buffer.launch(bucket)
+    before = bucket.buffer.clone()
+    module(torch.full((1, 2), 3.0, dtype=dtype)).sum().backward()
+    assert torch.equal(bucket.buffer, before)
+    assert buffer.late["weight"].tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float32])
+def test_the_type_of_the_buckets(grad_dtype: torch.dtype | None) -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, dtype=torch.float16)})
+    module["c"] = nn.Linear(2, 2, dtype=torch.float64)
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True, grad_dtype=grad_dtype)
+    buffer.begin()
+    found = {name[0]: bucket.buffer.dtype for bucket in buffer.buckets for name in bucket.names}
+    own = {"a": torch.float32, "b": torch.float16, "c": torch.float64}
+    assert found == {name: torch.float64 if name == "c" else grad_dtype or dtype for name, dtype in own.items()}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_that_autograd_did_not_accumulate(flat: bool) -> None:
+    module = nn.Linear(3, 2)
+    buffer = GradBuffer(dict(module.named_parameters()), flat=flat)
+    buffer.begin()
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    for _ in range(2):
+        for name, gradient in zip(names, torch.autograd.grad(module(torch.ones(1, 3)).sum(), parameters), strict=True):
+            buffer.add(name, gradient)
+    buffer.end()
+    buffer.seal()
+    buffer.expose(last=True)
+    assert module.weight.grad.tolist() == [[2.0] * 3] * 2 and module.bias.grad.tolist() == [2.0] * 2
