@@ -1,8 +1,9 @@
 """CountingLoader: a data loader that says how many samples the run has seen, and starts there again.
 
 Its state is the epoch and how many samples of it all replicas together have seen. So a run that stopped in mid-epoch goes on at
-the next sample with any number of replicas: the order of samples depends on the seed and the epoch alone, and a batch
-of all replicas together is a contiguous piece of it.
+the next sample with any number of replicas: the order of samples depends on the seed and the epoch alone, a batch
+of all replicas together is a contiguous piece of it, and each replica's batch is a contiguous piece of that. Microbatches of
+one size then hold the same samples with any number of replicas, and draw the same dropout.
 
     sampler = CountingSampler(len(dataset), batch_size=8, num_replicas=2, rank=0, seed=0)
     loader = CountingLoader(dataset, sampler=sampler, batch_size=8, drop_last=True)
@@ -21,7 +22,7 @@ SAMPLES_SEEN = "samples_seen"
 
 
 class CountingSampler(DistributedSampler[Any]):
-    """This replica's samples in the order of one shuffle an epoch; whole batches of all replicas only.
+    """This replica's part of each batch of all replicas, in the order of one shuffle an epoch; whole batches only.
 
     Lightning leaves samplers of this base class as they are and calls :meth:`set_epoch`.
 
@@ -33,6 +34,7 @@ class CountingSampler(DistributedSampler[Any]):
     def __init__(self, length: int, *, batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
         super().__init__(range(length), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
         whole = batch_size * num_replicas
+        self.batch_size = batch_size
         self.total_size = length // whole * whole
         self.num_samples = self.total_size // num_replicas
         self.seen_of_epoch: tuple[int, int] = (0, 0)
@@ -47,7 +49,10 @@ class CountingSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
-        return iter(order[self.start + self.rank :: self.num_replicas].tolist())
+        left = order[self.start :]
+        whole = self.batch_size * self.num_replicas
+        parts = left[: len(left) // whole * whole].view(-1, self.num_replicas, self.batch_size)
+        return iter(parts[:, self.rank].flatten().tolist())
 
 
 class CountingLoader(DataLoader[Any]):

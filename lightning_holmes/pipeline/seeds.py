@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the layout of a run.
 
-Each microbatch, and each layer within it, draws from generators seeded by (seed, step, data-parallel
-coordinate, microbatch, place), so the same dropout masks appear whichever rank runs a layer.
+Each microbatch, and each layer within it, draws from generators seeded by (seed, step, microbatch among those of all
+replicas, place), so the same dropout masks appear whichever rank of whichever replica runs a layer.
 """
 
 import random

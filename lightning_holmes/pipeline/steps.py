@@ -32,7 +32,11 @@ TOPIC_RESULT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """What to run: the step, its batch and further arguments, and how."""
+    """What to run: the step, its batch and further arguments, and how.
+
+    Random numbers come from ``seed``, the same on all replicas, and the place of a microbatch among those of all replicas:
+    first those of ``replica`` 0. So a microbatch draws alike however a batch of all replicas is shared out.
+    """
 
     step_name: str
     batch: Any
@@ -40,6 +44,7 @@ class StepRequest:
     num_microbatches: int
     seed: int
     context: Callable[[], Any]
+    replica: int = 0
     loss_scales: Callable[[Sequence[float]], Sequence[float]] | None = None
 
 
@@ -142,7 +147,7 @@ class StepDriver:
             step_name=request.step_name,
             step=self._make_step(request, microbatches),
             signatures=[(state, batches.signature(m)) for m in microbatches],
-            seeds=[derive_seed(request.seed, index) for index in range(count)],
+            seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
             loss_scales=(lambda: request.loss_scales(weights)) if training else None,  # type: ignore[misc]
         )

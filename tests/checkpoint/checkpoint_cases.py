@@ -1,4 +1,5 @@
-"""Runs that save and resume, in the processes of one launch: a GPT on bytes of a file, 16 samples a step in any layout."""
+"""Runs that save and resume, in the processes of one launch: a GPT on bytes of a file, 16 samples a step in any layout,
+in four microbatches of all replicas together."""
 
 import gc
 import os
@@ -21,7 +22,9 @@ from lightning_holmes.errors import CheckpointError
 from lightning_holmes.models import GPT
 
 GLOBAL_BATCH = 16
+GLOBAL_MICROBATCHES = 4
 STEPS = 10  # two epochs of five
+DROPOUT = 0.3
 MIDDLE = 3
 """A step inside the first epoch."""
 
@@ -119,10 +122,13 @@ def fit(
     torch.set_num_threads(1)
     pl.seed_everything(7 if ckpt_path is None else 8, verbose=False)  # the run's own seed is in the checkpoint
     losses = Losses()
+    if strategy is None:
+        count = GLOBAL_MICROBATCHES // REPLICAS[layout]
+        strategy = HolmesStrategy(num_microbatches=count, **LAYOUTS.get(layout, {}), **options.pop("holmes", {}))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1 if layout == "alone" else int(os.environ["WORLD_SIZE"]),
-        strategy=strategy or HolmesStrategy(num_microbatches=2, **LAYOUTS.get(layout, {}), **options.pop("holmes", {})),
+        strategy=strategy,
         max_epochs=2,
         callbacks=[losses, *(callbacks or [])],
         logger=False,
@@ -151,19 +157,21 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
         print("RAN", name, flush=True)
         return ran
 
-    saved = folder / "middle.ckpt"
-    note("whole", fit(data, "pp2xdp2", callbacks=[SaveAt({MIDDLE: saved, STEPS - 1: folder / "late.ckpt"})]))
+    saved, late, folder_of_file = folder / "middle.ckpt", folder / "late.ckpt", folder / "of_file.ckpt"
+    note("whole", fit(data, "pp2xdp2", callbacks=[SaveAt({MIDDLE: saved, STEPS - 1: late})], dropout=DROPOUT))
     for layout in LAYOUTS:
-        note(f"folder to {layout}", fit(data, layout, ckpt_path=saved))
-    note("late", fit(data, "pp4xdp1", ckpt_path=folder / "late.ckpt"))
+        note(f"folder to {layout}", fit(data, layout, ckpt_path=saved, dropout=DROPOUT))
+    note("late", fit(data, "pp4xdp1", ckpt_path=late, dropout=DROPOUT))
+    # without dropout from here on: plain Lightning draws other numbers
     plain = folder / "plain.ckpt"
     options = {"holmes": {"save_distributed_checkpoint": False}}
     note("to file", fit(data, "pp4xdp1", callbacks=[SaveAt({MIDDLE: plain})], **options))
     note("file to interleaved", fit(data, "interleaved", ckpt_path=plain))
-    note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"]))
+    save = SaveAt({STEPS - 1: folder_of_file})
+    note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
     stateful = folder / "stateful.ckpt"
-    note("dropout", fit(data, "pp2xdp2", callbacks=[SaveAt({MIDDLE: stateful})], dropout=0.3, torchdata=True))
-    note("dropout resumed", fit(data, "interleaved", ckpt_path=stateful, dropout=0.3, torchdata=True))
+    note("torchdata", fit(data, "pp2xdp2", callbacks=[SaveAt({MIDDLE: stateful})], dropout=DROPOUT, torchdata=True))
+    note("torchdata resumed", fit(data, "interleaved", ckpt_path=stateful, dropout=DROPOUT, torchdata=True))
     try:
         fit_without_breaking_the_job(data, stateful)
     except Exception as error:
@@ -175,13 +183,14 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
         logger=False,
         enable_progress_bar=False,
     )
-    results["validated"] = trainer.validate(build_module(), datamodule=Bytes(data, 1), ckpt_path=saved, verbose=False)
+    loaded = {"datamodule": Bytes(data, 1), "ckpt_path": folder_of_file, "verbose": False}
+    results["validated"] = trainer.validate(build_module(), **loaded)
     return results
 
 
 def fit_without_breaking_the_job(data: Path, path: Path) -> None:
     """Resume a replica's own loader state with other replicas: refused on all ranks before they talk."""
-    strategy = HolmesStrategy(num_microbatches=2, pipeline_parallel_size=4)
+    strategy = HolmesStrategy(pipeline_parallel_size=4)
     strategy.on_exception = lambda exception: None  # type: ignore[method-assign]
     fit(data, "pp4xdp1", ckpt_path=path, torchdata=True, strategy=strategy)
 

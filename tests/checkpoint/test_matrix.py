@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from checkpoint_cases import LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file
+from checkpoint_cases import DROPOUT, LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file
 from launch import launch
 
 from lightning_holmes.cli import main
@@ -47,43 +47,52 @@ def assert_goes_on(found: dict[int, float], whole: dict[int, float], first: int)
         assert loss == pytest.approx(whole[step], rel=1e-5), f"step {step}"
 
 
-@pytest.mark.parametrize("name", [*(f"folder to {layout}" for layout in LAYOUTS), "file to interleaved"])
-def test_any_layout_goes_on_in_mid_epoch(runs: Any, name: str) -> None:
+def assert_ends_alike(results: list[dict[str, Any]], name: str, whole: str) -> None:
+    for key, value in results[0][f"{whole} weights"].items():
+        torch.testing.assert_close(results[0][f"{name} weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_goes_on_in_mid_epoch_with_the_same_dropout(runs: Any, layout: str) -> None:
     results, _, plain = runs
     whole = mean_losses(results, "whole")
-    assert_goes_on(mean_losses(results, name), whole, MIDDLE + 1)
-    assert whole == pytest.approx(plain.losses, rel=1e-5)
-    for key, value in results[0]["whole weights"].items():
-        torch.testing.assert_close(results[0][f"{name} weights"][key], value, rtol=1e-4, atol=1e-5)
+    assert_goes_on(mean_losses(results, f"folder to {layout}"), whole, MIDDLE + 1)
+    assert_ends_alike(results, f"folder to {layout}", "whole")
+    assert whole[STEPS] != pytest.approx(plain.losses[STEPS], rel=1e-3), "nothing was dropped"
 
 
 def test_the_last_step_of_the_second_epoch(runs: Any) -> None:
     assert_goes_on(mean_losses(runs[0], "late"), mean_losses(runs[0], "whole"), STEPS)
 
 
+def test_a_file_of_one_layout_goes_on_in_another_as_plain_lightning(runs: Any) -> None:
+    results, _, plain = runs
+    assert mean_losses(results, "to file") == pytest.approx(plain.losses, rel=1e-5)
+    assert_goes_on(mean_losses(results, "file to interleaved"), plain.losses, MIDDLE + 1)
+    assert_ends_alike(results, "file to interleaved", "to file")
+
+
 def test_plain_lightnings_file_goes_on_under_the_strategy(runs: Any) -> None:
     assert_goes_on(mean_losses(runs[0], "lightning to pp2xdp2"), runs[2].losses, MIDDLE + 1)
 
 
-def test_dropout_and_torchdatas_stateful_loader(runs: Any) -> None:
+def test_torchdatas_stateful_loader(runs: Any) -> None:
     results = runs[0]
-    found, whole = mean_losses(results, "dropout resumed"), mean_losses(results, "dropout")
-    assert_goes_on(found, whole, MIDDLE + 1)
-    assert whole[STEPS] != pytest.approx(mean_losses(results, "whole")[STEPS], rel=1e-3)
+    assert_goes_on(mean_losses(results, "torchdata resumed"), mean_losses(results, "torchdata"), MIDDLE + 1)
     for result in results:
         assert "samples_seen" in result["other replicas"] and "2 replicas" in result["other replicas"]
 
 
 def test_one_process_under_the_strategy_and_plain_lightning_after_converting(runs: Any) -> None:
-    results, folder, _ = runs
-    whole = mean_losses(results, "whole")
+    results, folder, plain = runs
     data = folder / "bytes"
-    assert_goes_on(fit(data, "alone", ckpt_path=folder / "middle.ckpt").losses, whole, MIDDLE + 1)
-    main(["convert", str(folder / "middle.ckpt"), str(folder / "converted.ckpt")])
+    alone = fit(data, "alone", ckpt_path=folder / "middle.ckpt", dropout=DROPOUT)
+    assert_goes_on(alone.losses, mean_losses(results, "whole"), MIDDLE + 1)
+    main(["convert", str(folder / "of_file.ckpt"), str(folder / "converted.ckpt")])
     converted = fit(data, "alone", strategy=plain_strategy(), ckpt_path=folder / "converted.ckpt")
-    assert_goes_on(converted.losses, whole, MIDDLE + 1)
+    assert_goes_on(converted.losses, plain.losses, STEPS)
     direct = fit(data, "alone", strategy=plain_strategy(), ckpt_path=folder / "plain.ckpt")
-    assert_goes_on(direct.losses, whole, MIDDLE + 1)
+    assert_goes_on(direct.losses, plain.losses, MIDDLE + 1)
 
 
 def test_the_plain_file_is_plain_lightnings(runs: Any) -> None:
@@ -101,7 +110,8 @@ def test_the_plain_file_is_plain_lightnings(runs: Any) -> None:
 def test_evaluation_reads_a_folder(runs: Any, tmp_path: Path) -> None:
     results, folder, _ = runs
     module = build_module()
-    module.load_state_dict(torch.load(folder / "plain.ckpt", weights_only=True)["state_dict"])
+    main(["convert", str(folder / "of_file.ckpt"), str(tmp_path / "plain.ckpt")])
+    module.load_state_dict(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
     from checkpoint_cases import Bytes
 
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
