@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -92,12 +92,6 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
             f"gradients begin anew is then not known; remove one of them"
         )
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):
-            raise UnsupportedModuleError(
-                f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains, but "
-                f"each stage of a pipeline has its own only; give configure_optimizers all parameters and freeze some "
-                f"by requires_grad, or use pipeline_parallel_size=1"
-            )
         if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
             raise UnsupportedModuleError(
                 f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "

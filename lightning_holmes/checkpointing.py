@@ -22,6 +22,7 @@ from lightning_holmes.checkpoint import lightning_hooks, resume
 from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
@@ -41,7 +42,7 @@ class CheckpointingStrategy(ReplicaCollectives):
     _plan: Plan | None
     _placement: Placement | None
     _failed: bool
-    _group_names: list[list[list[str]]]
+    _parameter_groups: ParameterGroups | None
     _base_seed: int
     _timeout: timedelta | None
     _explaining: Callable[[], AbstractContextManager[None]]
@@ -119,7 +120,8 @@ class CheckpointingStrategy(ReplicaCollectives):
         pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
         if pipeline is None or self._groups is None:
             return {}
-        names = self._group_names[self.optimizers.index(optimizer)]
+        assert self._parameter_groups is not None
+        names = self._parameter_groups.names_of(optimizer)
         if self._writes_folders:
             return checkpoints.optimizer_part(optimizer, names, pipeline)
         root = self._gathering_rank()
@@ -233,7 +235,9 @@ class CheckpointingStrategy(ReplicaCollectives):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._pipeline is not None
         saved = checkpoint["optimizer_states"]
-        for optimizer, state, names in zip(self.optimizers, saved, self._group_names, strict=True):
+        assert self._parameter_groups is not None
+        for optimizer, state in zip(self.optimizers, saved, strict=True):
+            names = self._parameter_groups.names_of(optimizer)
             with self._explaining():
                 checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters)
             _optimizers_to_device([optimizer], self.root_device)

@@ -28,6 +28,10 @@ class CheckpointError(HolmesError, RuntimeError):
     """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
 
 
+class AnomalyError(HolmesError, RuntimeError):
+    """A backward gave NaN under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
+
+
 class TestbedError(HolmesError, RuntimeError):
     """Something on a testbed went wrong: a host that is not there, or a command that failed."""
 

@@ -52,6 +52,7 @@ from lightning_holmes.gradients import Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
+from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.replay import replay
@@ -171,9 +172,9 @@ class HolmesStrategy(CheckpointingStrategy):
         self._driver: StepDriver | None = None
         self._state: ModuleState | None = None
         self._gradients: Gradients | None = None
-        self._group_names: list[list[list[str]]] = []
+        self._parameter_groups: ParameterGroups | None = None
         self._accumulating = False
-        self._changed: list[WeightAverages | GradNormExchange] = []
+        self._changed: list[WeightAverages | GradNormExchange | ParameterGroups] = []
         self._builder: ModuleBuilder | None = None
         self._base_seed = 0
         self._splitter = BatchSplitter()
@@ -409,13 +410,17 @@ class HolmesStrategy(CheckpointingStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             admission.check_optimizers(self.optimizers)
-            self._group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
+            group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
         if fitting and structure is not None:
             self._summarise_whole_module(trainer)
         self._pipeline.install()
         if fitting:
-            for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
-                checkpoint.keep_local_parameters(optimizer, names, self._pipeline.local_parameters)
+            found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            self._parameter_groups = ParameterGroups(
+                self._pipeline, self.optimizers, group_names, found, self._job.all_gather
+            )
+            self._parameter_groups.install()
+            self._changed.append(self._parameter_groups)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -656,7 +661,8 @@ class HolmesStrategy(CheckpointingStrategy):
             batch=batch,
             arguments=arguments,
             num_microbatches=num_microbatches,
-            seed=derive_seed(self._base_seed, *place, self.data_parallel_rank),
+            seed=derive_seed(self._base_seed, *place),
+            replica=self.data_parallel_rank,
             context=functools.partial(self._step_context, step_name),
             loss_scales=loss_scales,
         )

@@ -19,9 +19,11 @@ __all__ = [
     "TorchDispatchMode",
     "async_value",
     "attention_flop_formulas",
+    "backward_has_run",
     "collective_ranks",
     "default_store",
     "fake_mode_of",
+    "forward_number",
     "gloo_device",
     "gloo_group",
     "is_backend_registered",
@@ -184,3 +186,19 @@ def attention_flop_formulas() -> dict[Any, Any]:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
+
+
+def forward_number(node: Any) -> int:
+    """The place of an autograd node among all of its thread's, in the order of the forward; backwards run from high to low."""
+    return int(node._sequence_nr())
+
+
+def backward_has_run(node: Any) -> bool:
+    """Whether a node's backward has run and let go of what it saved; False for one that saved nothing."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError:
+                return True
+    return False

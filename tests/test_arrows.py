@@ -34,6 +34,7 @@ BESIDE_STRATEGY = {
     "collectives",
     "job_layout",
     "monitoring",
+    "parameter_groups",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

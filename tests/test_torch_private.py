@@ -145,3 +145,12 @@ def test_without_modes_no_fake_tensor_mode_acts() -> None:
         with torch_private.without_modes():
             assert torch_private.fake_mode_of(torch.ones(1)) is None
         assert torch_private.fake_mode_of(torch.ones(1)) is not None
+
+
+def test_a_node_of_autograd_tells_its_place_and_whether_its_backward_has_run() -> None:
+    x = torch.ones(3, requires_grad=True)
+    first, second = (x * 2).sqrt(), (x * 3).sqrt()
+    nodes = [first.grad_fn, second.grad_fn]
+    assert torch_private.forward_number(nodes[0]) < torch_private.forward_number(nodes[1])
+    second.sum().backward()
+    assert [torch_private.backward_has_run(node) for node in nodes] == [False, True]

@@ -78,9 +78,15 @@ def parameter_group_names(module: nn.Module, optimizer: Optimizer) -> list[list[
     return groups
 
 
-def keep_local_parameters(optimizer: Optimizer, groups: Sequence[Sequence[str]], local: set[str]) -> None:
-    """Take other stages' parameters out of the optimizer's groups, in place: schedulers hold the groups."""
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
+def keep_local_parameters(
+    param_groups: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]], local: set[str]
+) -> None:
+    """Take other stages' parameters out of an optimizer's groups, in place: schedulers hold the groups.
+
+    Args:
+        groups: the names of the parameters in each.
+    """
+    for group, names in zip(param_groups, groups, strict=True):
         kept = [index for index, name in enumerate(names) if name in local]
         group["params"] = [group["params"][index] for index in kept]
         if "param_names" in group:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.anomaly import naming_parameters
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import Action, Op, Schedule
@@ -160,7 +161,8 @@ class _Batch:
             run.payload = None
         if roots:
             run.backward = True
-            with self.module.running(run):
+            place = f"{self.job.step_name}, stage {stage}, microbatch {microbatch}"
+            with self.module.running(run), naming_parameters(self.module.module, roots, place):
                 torch.autograd.backward(roots, gradients)
         if clock is not None:
             clock.add("backward", start, stage, microbatch)

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -165,6 +167,105 @@ class Stop(pl.Callback):
         trainer.should_stop = trainer.current_epoch >= 1
 
 
+# fine-tuning
+
+
+class TopFirst(BaseFinetuning):
+    """Trains the head, then the upper blocks (of the second stage), then the rest (of both)."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.stem, pl_module.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            # norms' weights and biases are equal to each other, which Lightning takes for the same parameter; see below
+            self.unfreeze_and_add_param_group(pl_module.blocks[2:], optimizer, lr=0.02)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([pl_module.stem, pl_module.blocks], optimizer)
+            optimizer.param_groups[1]["lr"] = 0.01
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """What user code may ask of the groups."""
+        names = {p: n for n, p in pl_module.named_parameters()}
+        pl_module.groups.append([[names[p] for p in g["params"]] for g in trainer.optimizers[0].param_groups])
+
+
+class Tuned(Classifier):
+    """Begins with its head in the optimizer. A frozen norm, which is equal to those that are added, is in it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[Any] = []
+        self.norm = nn.LayerNorm(8).requires_grad_(False)
+
+    @property
+    def backbone(self) -> Any:
+        return self.blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.head.parameters()}, {"params": self.norm.weight, "lr": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def case_finetuning(setting: Setting) -> Any:
+    """Epochs 0 and 1, saved, and the rest by another run; clipped by the norm of all that trains."""
+    found: dict[str, Any] = {}
+    loader = setting.loader(samples())
+    for name, callback in (("own", TopFirst), ("backbone", lambda: BackboneFinetuning(2, lambda epoch: 1.5))):
+        module, path = build(Tuned), setting.folder / f"{name}.ckpt"
+        options: dict[str, Any] = {"max_epochs": 4, "gradient_clip_val": 0.3}
+        setting.trainer(callbacks=[callback(), SaveBehind(1, path)], **options).fit(module, loader)
+        again = build(Tuned)
+        trainer = setting.trainer(callbacks=[callback()], **options)
+        trainer.fit(again, loader, ckpt_path=path)
+        (optimizer,) = trainer.optimizers
+        found[name] = {
+            "groups": module.groups,
+            "groups again": again.groups,
+            "rates": [group["lr"] for group in optimizer.param_groups],
+            "weights": weights(module),
+            "weights again": weights(again),
+        }
+        # what is written behind an unfreezing goes on, too
+        late = setting.folder / f"{name}_late.ckpt"
+        trainer.save_checkpoint(late)
+        last = build(Tuned)
+        setting.trainer(callbacks=[callback()], max_epochs=5, gradient_clip_val=0.3).fit(last, loader, ckpt_path=late)
+        found[name]["weights at last"] = weights(last)
+    return found
+
+
+class SaveBehind(pl.Callback):
+    """Saves behind one epoch."""
+
+    def __init__(self, epoch: int, path: Path) -> None:
+        self.epoch, self.path = epoch, path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+def case_added_group(setting: Setting) -> Any:
+    """A callback that is no finetuning callback adds a group."""
+
+    class Adds(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                for optimizer in trainer.optimizers:
+                    optimizer.add_param_group({"params": list(pl_module.blocks.parameters()), "lr": 0.02})
+
+    module = build(Chosen, lambda m: torch.optim.SGD(m.head.parameters(), 0.1, momentum=0.9))
+    trainer = setting.trainer(max_epochs=3, gradient_clip_val=0.3, callbacks=[Adds()])
+    trainer.fit(module, setting.loader(samples()))
+    trainer.save_checkpoint(setting.folder / "added.ckpt", weights_only=False)
+    return weights(module)
+
+
 # precision and accidents
 
 
@@ -211,7 +312,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.INFO)
     results = {}
     for name in payload["cases"]:
-        setting = Setting(Path(payload["folder"]) / name, payload["holmes"])
+        setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
         try:
             results[name] = CASES[name](setting)
         except Exception:
@@ -220,15 +321,22 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+class RootOfZero(nn.Module):
+    """A layer that hands on its input, and gives NaN in the backward: the last of several operators of its kind."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = layer.norm, layer.linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(self.norm(x))
+        return x + 0 * (y - y).sqrt() + 0 * (y * y + 1).sqrt()
+
+
 def anomaly(payload: dict[str, Any]) -> str:
     """What a rank's fit ends with when a gradient of the second stage becomes NaN under detect_anomaly."""
-
-    class Broken(Chosen):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
-            logits = self(x)
-            return nn.functional.cross_entropy(logits, y) + 0 * (logits - logits).sqrt().sum()
-
+    module = build(Chosen, adam)
+    module.blocks[3] = RootOfZero(module.blocks[3])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
@@ -241,7 +349,7 @@ def anomaly(payload: dict[str, Any]) -> str:
         enable_model_summary=False,
     )
     try:
-        trainer.fit(build(Broken, adam), torch.utils.data.DataLoader(samples(), 8))
+        trainer.fit(module, torch.utils.data.DataLoader(samples(), 8))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained on"

@@ -12,6 +12,7 @@ from launch import launch
 from optimizer_cases import CASES, differences, run_cases
 
 TOLERANCE = {"loss_scaling": 2e-3}
+REPLICATED = ["averages", "grad_norm", "finetuning"]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
     return plain, launch(2, "optimizer_cases:run_cases", staged, timeout_s=200)
 
 
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two stages, two replicas; one file as checkpoint."""
+    holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1, "save_distributed_checkpoint": False}
+    payload = {
+        "cases": REPLICATED,
+        "folder": str(tmp_path_factory.mktemp("replicated")),
+        "holmes": holmes,
+        "replicas": 2,
+    }
+    return launch(4, "optimizer_cases:run_cases", payload, timeout_s=200)
+
+
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any) -> None:
-    plain, staged = runs
+    compare(name, *runs)
+
+
+@pytest.mark.xdist_group("optimizers")
+@pytest.mark.parametrize("name", REPLICATED)
+def test_every_rank_of_every_replica_has_the_numbers_of_plain_lightning(name: str, runs: Any, replicated: Any) -> None:
+    compare(name, runs[0], replicated)
+
+
+def compare(name: str, plain: dict[str, Any], staged: list[dict[str, Any]]) -> None:
+    """Every rank's results of a case with those of plain Lightning."""
     for rank, results in enumerate([plain, *staged]):
         assert name in results, f"an earlier case ended the run: {list(results)[-1]}"
         assert "error" not in results[name], f"{'plain' if rank == 0 else f'rank {rank - 1}'}: {results[name]['error']}"
@@ -51,7 +75,8 @@ def test_an_overflow_is_skipped_by_all_stages(runs: Any) -> None:
 
 
 @pytest.mark.xdist_group("optimizers")
-def test_an_anomaly_ends_all_ranks_and_names_the_operator(tmp_path: Path) -> None:
-    last, first = launch(2, "optimizer_cases:anomaly", {}, timeout_s=100)[::-1]
-    assert "SqrtBackward0" in last and "nan" in last
-    assert "rank 1" in first and "SqrtBackward0" in first
+def test_an_anomaly_ends_all_ranks_and_names_operator_and_parameters(tmp_path: Path) -> None:
+    first, last = launch(2, "optimizer_cases:anomaly", {}, timeout_s=100)
+    assert "SqrtBackward0" in last and "training_step, stage 1, microbatch 0" in last
+    assert "NaN reaches the gradients of blocks.3.linear.bias, " in last and "stem" not in last
+    assert "rank 1" in first and "SqrtBackward0" in first and "blocks.3.linear.bias" in first
