@@ -41,6 +41,7 @@ from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 
 _SEED = 20231203
 
@@ -124,7 +125,7 @@ def check(
     *,
     pipeline_parallel_size: int = 2,
     num_microbatches: int = 2,
-    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b",
+    schedule: Literal["1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",
     partition: Literal["uniform"] | Sequence[int] = "uniform",
@@ -157,7 +158,7 @@ def check(
         eval_num_microbatches=1,
         num_chunks=num_chunks,
         schedule=schedule,
-        schedules=("1f1b", "gpipe", "interleaved_1f1b"),
+        schedules=SCHEDULE_NAMES,
     )
     names = [name for name in steps if is_overridden(name, module)]
     if not names:

@@ -84,8 +84,8 @@ class HolmesStrategy(CheckpointingStrategy):
             pipeline rank, as far as the batch reaches, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
-        schedule: "1f1b", "gpipe", "interleaved_1f1b", or "auto": interleaved if ``num_chunks`` is above 1,
-            else 1f1b.
+        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", or "auto": interleaved if ``num_chunks`` is above 1,
+            eager where stages lie in different clusters, else 1f1b.
         num_chunks: stages of each rank.
         partition: "uniform", or the number of layers of each stage.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
@@ -115,7 +115,7 @@ class HolmesStrategy(CheckpointingStrategy):
         tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
-        schedule: Literal["auto", "1f1b", "gpipe", "interleaved_1f1b"] = "auto",
+        schedule: Literal["auto", "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "auto",
         num_chunks: int = 1,
         partition: Literal["uniform"] | list[int] = "uniform",
         layers: str = "auto",
@@ -146,7 +146,7 @@ class HolmesStrategy(CheckpointingStrategy):
             tensor_parallel_size=tensor_parallel_size,
             num_microbatches=num_microbatches,
             eval_num_microbatches=eval_num_microbatches,
-            schedule=("interleaved_1f1b" if num_chunks > 1 else "1f1b") if schedule == "auto" else schedule,
+            schedule=schedule,
             num_chunks=num_chunks,
             partition=partition,
             layers=layers,

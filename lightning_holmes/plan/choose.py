@@ -21,7 +21,7 @@ WHOLE_MODULE = "(whole module)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The strategy's arguments that decide a plan; ``schedule`` is already a name."""
+    """The strategy's arguments that decide a plan."""
 
     pipeline_parallel_size: int | Literal["auto"]
     num_microbatches: int | Literal["auto"]
@@ -75,6 +75,15 @@ def make_plan(
         most = _MICROBATCHES_PER_RANK * size
         num_microbatches = min(most, batch_size or most)
         notes.append(f"num_microbatches: {num_microbatches}, four a pipeline rank as far as the batch reaches")
+    clusters = tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size))
+    schedule = options.schedule
+    if schedule == "auto":
+        schedule = "interleaved_1f1b" if options.num_chunks > 1 else "eager_1f1b" if len(set(clusters)) > 1 else "1f1b"
+        if schedule == "eager_1f1b":
+            notes.append(
+                "schedule: eager_1f1b, which hides transfers between clusters behind computation and holds the "
+                f"activations of up to {2 * size - 1} microbatches where 1f1b holds {size}"
+            )
     evaluation = 1 if options.eval_num_microbatches == "auto" else options.eval_num_microbatches
     if options.eval_num_microbatches == "auto" and size > 1:
         notes.append("eval_num_microbatches: 1, exact for any evaluation step")
@@ -84,12 +93,12 @@ def make_plan(
         tensor_parallel_size=placement.tensor_parallel_size,
         num_microbatches=num_microbatches,
         eval_num_microbatches=evaluation,
-        schedule=options.schedule,
+        schedule=schedule,
         num_chunks=options.num_chunks,
         layers=layers or WHOLE_MODULE,
         partition=partition,
         placement=placement,
-        clusters=tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size)),
+        clusters=clusters,
         groups=tuple(_groups(placement, edges, transports)),
         notes=tuple(notes),
     )

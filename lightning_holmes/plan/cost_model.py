@@ -513,6 +513,8 @@ def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks
         return (num_microbatches,) * (ranks * num_chunks)
     if schedule == "1f1b":
         return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
+    if schedule == "eager_1f1b":
+        return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
     if schedule == "interleaved_1f1b" and num_microbatches % ranks == 0:
         # the warm-up and one more: groups of P microbatches, each through one chunk after another
         stages = [0] * (ranks * num_chunks)

@@ -43,7 +43,7 @@ class SearchSpace:
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] = (1,)
     across: tuple[Across, ...] = ("pipeline", "data")
-    schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "gpipe")
+    schedules: tuple[str, ...] = ("1f1b", "eager_1f1b", "interleaved_1f1b", "gpipe")
     num_chunks: tuple[int, ...] = (2, 3, 4)
     num_microbatches: tuple[int, ...] | None = None
     recomputation: tuple[bool, ...] = (False, True)

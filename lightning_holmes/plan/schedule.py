@@ -39,7 +39,7 @@ from functools import lru_cache
 
 from lightning_holmes.errors import ConfigurationError
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b")
 WHOLE_BATCH = -1
 """The microbatch of an action that belongs to no single microbatch (REDUCE_GRADIENTS)."""
 
@@ -109,7 +109,8 @@ def make_schedule(
 
     gpipe: all forwards, then all backwards. 1f1b: rank r runs min(M, P-r-1) forwards to warm up, then one
     forward and one backward in turn, so that at most P-r microbatches are in flight (PipeDream-flush,
-    arXiv 2006.09503). interleaved_1f1b: Megatron-LM's order (arXiv 2104.04473) for several chunks per rank.
+    arXiv 2006.09503). eager_1f1b: 2(P-r-1) forwards to warm up, so that a transfer has a forward and a backward of time
+    before anyone waits for it, at up to 2(P-r)-1 microbatches in flight (arXiv 2211.05322). interleaved_1f1b: Megatron-LM's order (arXiv 2104.04473) for several chunks per rank.
 
     Raises ConfigurationError for an unknown name and for numbers that do not go together.
     """
@@ -182,6 +183,8 @@ def _compute_order(
         num_warmup = len(forwards)
     elif name == "1f1b":
         num_warmup = num_ranks - rank - 1
+    elif name == "eager_1f1b":
+        num_warmup = 2 * (num_ranks - rank - 1)
     else:
         num_warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
     num_warmup = min(num_warmup, len(forwards))

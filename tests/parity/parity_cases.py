@@ -22,6 +22,8 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 """Pipeline ranks and replicas."""
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+REORDERED = ("eager_1f1b",)
+"""Schedules that do what one of SCHEDULES does in another order: every layout and number of microbatches, not every family."""
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
 
@@ -142,6 +144,10 @@ def make_cases() -> dict[str, Case]:
             schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
             microbatches = MICROBATCHES[(place + place // 4 + column) % len(MICROBATCHES)]
             cases.append(make_case(name, layout, schedule, microbatches, **options))
+    for schedule in REORDERED:
+        for row, (name, microbatches) in enumerate(zip(("gpt", "gpt_tied", "vit", "gpt"), MICROBATCHES, strict=True)):
+            layout = ((2, 1), (2, 2), (4, 1))[row % 3]
+            cases.append(make_case(name, layout, schedule, microbatches))
     return dict(cases)
 
 

@@ -9,7 +9,19 @@ import itertools
 
 import pytest
 import torch
-from parity_cases import BF16_MIXED, BF16_TRUE, CASES, FP32, LAYOUTS, MICROBATCHES, REFUSED_FITS, SCHEDULES, Case, Fit
+from parity_cases import (
+    BF16_MIXED,
+    BF16_TRUE,
+    CASES,
+    FP32,
+    LAYOUTS,
+    MICROBATCHES,
+    REFUSED_FITS,
+    REORDERED,
+    SCHEDULES,
+    Case,
+    Fit,
+)
 from parity_models import FAMILIES
 from parity_runs import Record, run_fits
 
@@ -87,6 +99,8 @@ def test_the_table_covers_every_pair() -> None:
         *itertools.product(layouts, SCHEDULES),
         *itertools.product(layouts, MICROBATCHES),
         *itertools.product(SCHEDULES, MICROBATCHES),
+        *itertools.product(layouts[2:], REORDERED),
+        *itertools.product(REORDERED, MICROBATCHES),
     ]
     without_pipeline = [(layout, s) for layout in layouts[:2] for s in SCHEDULES[1:]]
     missing += [pair for pair in pairs if pair not in covered and pair not in without_pipeline]

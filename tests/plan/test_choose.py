@@ -23,9 +23,15 @@ AUTO = PlanOptions(
 
 
 def plan_of(
-    pipeline: int, world: int, *, layers: str | None = "net", batch_size: int | None = 32, **options: Any
+    pipeline: int,
+    world: int,
+    *,
+    layers: str | None = "net",
+    batch_size: int | None = 32,
+    topology: Topology | None = None,
+    **options: Any,
 ) -> Plan:
-    topology = Topology.single_cluster(1, world)
+    topology = topology or Topology.single_cluster(1, world)
     return make_plan(
         dataclasses.replace(AUTO, **options),
         topology=topology,
@@ -44,6 +50,21 @@ def test_automatic_microbatches_are_four_a_rank_as_far_as_the_batch_reaches(
     plan = plan_of(pipeline, 4, batch_size=batch)
     assert plan.num_microbatches == expected and plan.eval_num_microbatches == 1
     assert any("num_microbatches" in note for note in plan.notes) == (pipeline > 1)
+
+
+def test_stages_in_different_clusters_are_scheduled_eagerly_and_the_note_says_what_it_costs() -> None:
+    apart = Topology.from_yaml_text(
+        "clusters:\n"
+        "  - {name: a, hosts: [{name: a, devices: 2, nics: [{name: e, kind: ethernet, bandwidth: 1 Gbit/s}]}]}\n"
+        "  - {name: b, hosts: [{name: b, devices: 2, nics: [{name: e, kind: ethernet, bandwidth: 1 Gbit/s}]}]}\n",
+        source="test",
+    )
+    plan = plan_of(2, 4, topology=apart, schedule="auto")
+    assert plan.schedule == "eager_1f1b"
+    assert any("up to 3 microbatches where 1f1b holds 2" in note for note in plan.notes)
+    assert plan_of(2, 4, schedule="auto").schedule == "1f1b"
+    assert plan_of(2, 4, topology=apart, schedule="auto", num_chunks=2).schedule == "interleaved_1f1b"
+    assert plan_of(2, 4, topology=apart, schedule="1f1b").schedule == "1f1b"
 
 
 def test_every_group_of_several_ranks_is_in_the_plan_once() -> None:

@@ -77,6 +77,9 @@ def test_memory_of_1f1b_and_gpipe(num_ranks: int, num_microbatches: int) -> None
     assert max_in_flight(make_schedule("1f1b", **sizes)) == tuple(
         min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)
     )
+    assert max_in_flight(make_schedule("eager_1f1b", **sizes)) == tuple(
+        min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)
+    )
     assert max_in_flight(make_schedule("gpipe", **sizes)) == (num_microbatches,) * num_ranks
     assert max_in_flight(make_schedule("gpipe", **sizes, forward_only=True)) == (0,) * num_ranks
 
@@ -98,6 +101,15 @@ def test_1f1b_by_hand() -> None:
     assert written(schedule) == [
         "F0.0 SA0.0 RG0.0 F0.1 SA0.1 B0.0 RG0.1 F0.2 SA0.2 RG0.2 B0.1 B0.2 R0",
         "RA1.0 F1.0 RA1.1 B1.0 SG1.0 F1.1 RA1.2 B1.1 SG1.1 F1.2 B1.2 SG1.2 R1",
+    ]
+
+
+def test_eager_1f1b_by_hand() -> None:
+    """The first stage is two forwards ahead of what the last one sends back, not one."""
+    schedule = make_schedule("eager_1f1b", pipeline_parallel_size=2, num_microbatches=4)
+    assert written(schedule) == [
+        "F0.0 SA0.0 F0.1 SA0.1 RG0.0 F0.2 SA0.2 B0.0 RG0.1 F0.3 SA0.3 RG0.2 B0.1 RG0.3 B0.2 B0.3 R0",
+        "RA1.0 F1.0 RA1.1 B1.0 SG1.0 F1.1 RA1.2 B1.1 SG1.1 F1.2 RA1.3 B1.2 SG1.2 F1.3 B1.3 SG1.3 R1",
     ]
 
 
@@ -167,7 +179,7 @@ def test_cached() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
     [
-        ("1f2b", (2, 2, 1), ["'1f2b'", "gpipe, 1f1b, interleaved_1f1b"]),
+        ("1f2b", (2, 2, 1), ["'1f2b'", "gpipe, 1f1b, eager_1f1b, interleaved_1f1b"]),
         ("auto", (2, 2, 1), ["'auto'"]),
         ("1f1b", (2, 0, 1), ["num_microbatches=0"]),
         ("1f1b", (0, 2, 1), ["pipeline_parallel_size=0"]),

@@ -1,5 +1,6 @@
 """Simulated steps: solved by hand, against the closed forms, and large ones in time."""
 
+import dataclasses
 import math
 import time
 
@@ -35,6 +36,21 @@ def test_bubble_of_1f1b_and_gpipe(ranks: int, microbatches: int, forward: float,
         timeline = run(name, StepCosts.even(ranks, forward_s=forward, backward_s=backward), microbatches, ranks=ranks)
         assert timeline.step_s == pytest.approx((microbatches + ranks - 1) * (forward + backward))
         assert timeline.bubble_share == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@given(st.integers(2, 20), seconds, st.floats(0.0, 1.0))
+@settings(max_examples=100, deadline=None)
+def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forward: float, part: float) -> None:
+    """Two stages, by hand: transfers no longer than a forward are paid at the two ends only; 1f1b also pays two of them
+    for every second microbatch."""
+    transfer = part * forward
+    routes = {(a, b): Route(0.0, ((f"card {a}", transfer),)) for a, b in ((0, 1), (1, 0))}
+    even = StepCosts.even(2, forward_s=forward, backward_s=2 * forward)
+    costs = dataclasses.replace(even, activation_bytes=(1.0, 1.0), routes=routes)
+    ends = (microbatches + 1) * 3 * forward + 2 * transfer
+    assert run("eager_1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends)
+    waits = (microbatches - 1) // 2
+    assert run("1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends + 2 * waits * transfer)
 
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), seconds)
