@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +67,7 @@ from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.signals import BatchSignals
 from lightning_holmes.torch_private import default_store
 
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
@@ -173,6 +175,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._state: ModuleState | None = None
         self._gradients: Gradients | None = None
         self._parameter_groups: ParameterGroups | None = None
+        self._signals: BatchSignals | None = None
         self._accumulating = False
         self._changed: list[WeightAverages | GradNormExchange | ParameterGroups] = []
         self._builder: ModuleBuilder | None = None
@@ -441,7 +444,9 @@ class HolmesStrategy(CheckpointingStrategy):
             self._show_whole_module_to_callbacks(trainer)
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
-        self._answer_sigterm_between_batches(trainer)
+        if self.world_size > 1:
+            self._signals = BatchSignals(trainer, self._watch)
+            self._signals.install()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
@@ -460,18 +465,6 @@ class HolmesStrategy(CheckpointingStrategy):
         for changed in (averages, norms):
             changed.install()
             self._changed.append(changed)
-
-    def _answer_sigterm_between_batches(self, trainer: "pl.Trainer") -> None:
-        """Let SIGTERM set a flag only: Lightning's handler broadcasts in the midst of a batch, while other stages wait
-        for this one. Before each batch Lightning tells all ranks whether rank 0 has been asked to end."""
-        connector: Any = trainer._signal_connector
-
-        def note_sigterm(signum: int, _: Any) -> None:
-            if not connector.received_sigterm and self.launcher is not None:
-                self.launcher.kill(signum)
-            connector.received_sigterm = True
-
-        connector._sigterm_notifier_fn = note_sigterm
 
     def _argument_facts(self, topology: Topology) -> dict[str, str]:
         """Versions and arguments: compared before groups are built, which differing ones would make hang."""
@@ -773,6 +766,8 @@ class HolmesStrategy(CheckpointingStrategy):
             super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.ends_together:
+            return  # no rank has failed, and callbacks may save
         self._failed = True
         self._saved_weights = None
         if self._watch is not None:
@@ -785,6 +780,8 @@ class HolmesStrategy(CheckpointingStrategy):
             self._pipeline.uninstall()
             if self._builder is not None and self._builder.leave(self._pipeline):
                 pass  # larger than a process, perhaps: each keeps its part
+            elif self._signals is not None and self._signals.ends_together:
+                pass  # what is left of the time goes to the checkpoint
             elif not self._failed and self._groups is not None and self._plan is not None:
                 ranks = self._plan.placement.pipeline_group(
                     self._groups.data_parallel_rank, self._groups.tensor_parallel_rank
@@ -798,6 +795,9 @@ class HolmesStrategy(CheckpointingStrategy):
         for metric, available in self._metrics_before:
             metric.process_group, metric.distributed_available_fn = None, available
         self._metrics_before.clear()
+        if self._signals is not None:
+            self._signals.uninstall()
+            self._signals = None
         for changed in self._changed:
             changed.uninstall()
         self._changed.clear()

@@ -35,6 +35,7 @@ BESIDE_STRATEGY = {
     "job_layout",
     "monitoring",
     "parameter_groups",
+    "signals",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,6 +56,47 @@ def test_files_and_round_trip(capsys, tmp_path, recipe):
     (tmp_path / "again.yaml").write_text(out)
     code, again, err = run(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
     assert code == 0 and again == out, err
+
+
+def command_of_each_node(job: str, first_node: int, nodes: int, folder: Path) -> list[list[str]]:
+    """What job.sh starts on each node of one cluster: srun and torchrun are stand-ins that show their arguments."""
+    stand_ins = {
+        "srun": f'for i in $(seq 0 {nodes - 1}); do SLURM_NODEID=$i "$@" || exit; done',
+        "torchrun": """printf '%s\\n' "$@"; echo END""",
+    }
+    for name, text in stand_ins.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    script = folder / "job.sh"
+    script.write_text(job)
+    subprocess.run(["bash", "-n", script], check=True)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "MASTER_ADDR": "10.0.0.1", "FIRST_NODE": str(first_node)}
+    out = subprocess.run(["bash", script], env=env, check=True, capture_output=True, text=True).stdout
+    return [text.split("\n")[:-1] for text in out.split("END\n")[:-1]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_slurm_script_starts_every_node_of_both_clusters(capsys, tmp_path, recipe):
+    text = (ROOT / "recipes" / recipe / "README.md").read_text()
+    block = re.search(r"    # job\.sh\n((?:    .*\n)+)", text)
+    assert block is not None
+    job = "".join(f"{line[4:]}\n" for line in block[1].splitlines())
+    nodes = int(re.search(r"--nodes=(\d+)", job)[1])
+    firsts = [int(n) for n in re.findall(r"FIRST_NODE=(\d+) sbatch", text)]
+    assert firsts == [0, nodes]  # a controller each
+    commands = [c for first in firsts for c in command_of_each_node(job, first, nodes, tmp_path)]
+    ranks = []
+    for command in commands:
+        split = command.index("--no-python")
+        given = dict(zip(command[:split:2], command[1:split:2], strict=True))
+        assert given["--master_addr"] == "10.0.0.1" and given["--master_port"] == "29500"
+        ranks.append(int(given["--node_rank"]))
+        assert command[split + 1 : split + 3] == ["lightning-holmes", "fit"]
+    assert ranks == list(range(2 * nodes)) and given["--nnodes"] == str(2 * nodes)
+    code, out, err = run(capsys, *command[split + 2 :], "--print_config")
+    assert code == 0, err
+    trainer = yaml.safe_load(out)["trainer"]
+    assert (trainer["num_nodes"], int(trainer["devices"])) == (2 * nodes, int(given["--nproc_per_node"]))
 
 
 @pytest.mark.parametrize("recipe", LARGE)
@@ -243,6 +286,7 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "save_distributed_checkpoint": False,
         "async_checkpoint": True,
         "process_group_backend": "gloo",
+        "monitor": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],
     }

@@ -20,6 +20,19 @@ from lightning_holmes.errors import CheckpointError, ConfigurationError
 PREFIX = "model."
 MAX_SHARD_BYTES = 5 * 10**9
 
+# what save_pretrained of transformers' tokenizers writes
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+)
+
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -144,6 +157,6 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
             f"the model came from the folder {pretrained!r}, and there is no {origin / 'config.json'} now, which the "
             f"export needs: put the folder back (looked in {Path.cwd()})"
         )
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
         if (origin / name).is_file():
             shutil.copy(origin / name, folder / name)

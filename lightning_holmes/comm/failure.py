@@ -20,6 +20,7 @@ from lightning_holmes.errors import RemoteError
 _KEY = "failure"
 _FIRST_KEY = "first"
 _SEEN_KEY = "seen"
+_END_KEY = "end"
 _NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
 _POLL_S = 1.0
 _GRACE_S = 8.0
@@ -42,6 +43,9 @@ class FailureWatch:
         self._world_size = world_size
         self._stop = threading.Event()
         self._noticed = False
+        self._asked = False
+        self.asked_to_end = False
+        """On rank 0: another rank has been told to end, and asks for all to."""
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
@@ -82,6 +86,12 @@ class FailureWatch:
                 return None
             time.sleep(0.1)
 
+    def ask_to_end(self) -> None:
+        """Ask rank 0 to end the run in good order."""
+        if not self._asked:
+            self._asked = True
+            self._store.set(self._key(_END_KEY), "1")
+
     def explain(self, exception: BaseException) -> BaseException:
         """``exception`` itself, or what another rank reported if this one merely lost its connection to it."""
         if isinstance(exception, RemoteError) or not _is_broken_connection(exception):
@@ -98,6 +108,9 @@ class FailureWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
+            if self._rank == 0 and not self.asked_to_end:
+                with contextlib.suppress(Exception):
+                    self.asked_to_end = self._store.check([self._key(_END_KEY)])
             cause = self.cause()
             if cause is None or cause[0] == self._rank:
                 continue

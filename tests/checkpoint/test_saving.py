@@ -171,3 +171,28 @@ def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() 
     gate.set()
     writer.wait()
     assert removed == ["old"]
+
+
+@pytest.mark.parametrize("fails", [2, 3], ids=["the next save tells", "the end of fit tells"])
+def test_a_failed_write_in_the_background_of_a_fit_is_reported(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three saves; the disk is full at one of them. Training goes on until someone can be told, and what was saved stays."""
+    from checkpoint_cases import SaveAt, fit, make_data_file
+
+    write_part, saves = saving.write_part, []
+
+    def full_disk(path: Path, values: Any) -> Any:
+        saves.append(path)
+        if len(saves) == fails:
+            raise OSError(28, "No space left on device")
+        return write_part(path, values)
+
+    monkeypatch.setattr(saving, "write_part", full_disk)
+    paths = {step: tmp_path / f"{step}.ckpt" for step in (2, 4, 6)}
+    holmes = {"save_distributed_checkpoint": True, "async_checkpoint": True}
+    with pytest.raises(CheckpointError, match=r"4\.ckpt.*No space left" if fails == 2 else r"6\.ckpt.*No space left"):
+        fit(make_data_file(tmp_path), "alone", callbacks=[SaveAt(paths)], holmes=holmes)
+    assert [path for path in paths.values() if path.exists()] == list(paths.values())[: fails - 1]
+    assert all(missing_files(path) == [] for path in list(paths.values())[: fails - 1])
+    assert len(saves) == fails and not list(tmp_path.glob(".saving-*"))

@@ -8,6 +8,7 @@ import torch
 
 from lightning_holmes.data import FileBytes
 from lightning_holmes.data.bytes import find_files, find_stdlib_sources
+from lightning_holmes.data.counting import CountingSampler
 from lightning_holmes.errors import ConfigurationError
 
 
@@ -119,3 +120,37 @@ def test_bad_input_is_named(tmp_path, kwargs, match):
         data = FileBytes(**kwargs)
         data.setup()
         data.train_dataloader()
+
+
+def test_labels_are_not_shifted_twice(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class ShiftsItself(BoringModel):
+        shifts_labels = True
+
+    folder = make_folder(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(
+        ConfigurationError, match=r"ShiftsItself shifts them again: give the data module shift_labels=False"
+    ):
+        trainer.fit(ShiftsItself(), datamodule=FileBytes(folder, sequence_length=8, batch_size=2))
+    data = FileBytes(folder, sequence_length=8, batch_size=2, shift_labels=False)
+    data.setup()
+    assert set(data.train_windows[0]) == {"input_ids"}
+
+
+def test_replicas_get_contiguous_parts_of_each_batch_of_all(tmp_path):
+    """So that microbatches hold the same samples with any number of replicas, also behind samples that a run has seen."""
+    for seen in (0, 8):
+        orders = {}
+        for replicas in (1, 2, 4):
+            samplers = [
+                CountingSampler(31, batch_size=8 // replicas, num_replicas=replicas, rank=rank, seed=3)
+                for rank in range(replicas)
+            ]
+            for sampler in samplers:
+                sampler.seen_of_epoch = (0, seen)
+            dealt = [torch.tensor(list(sampler)).view(-1, 8 // replicas) for sampler in samplers]
+            orders[replicas] = torch.cat(dealt, dim=1).flatten().tolist()  # batch by batch, replica by replica
+        assert orders[1] == orders[2] == orders[4] and len(orders[1]) == len(set(orders[1])) == 24 - seen

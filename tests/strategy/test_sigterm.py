@@ -1,57 +1,133 @@
-"""SIGTERM in mid-batch: all ranks of a pipeline end together at the next batch, none waits for ever."""
+"""Signals in mid-batch: all ranks of a pipeline end, or save, together at the next batch; none waits for ever."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import launch_raw
 
+from lightning_holmes.checkpoint import CheckpointKeeper, Job
+
+ENDLESS = 100_000
+
 
 def train_until_told(options: dict[str, Any]) -> None:
-    """Runs in each process: the ranks named in ``options`` send themselves SIGTERM from inside their third batch."""
-    import os
+    """Runs in each process: the ranks named in ``options`` send themselves a signal from inside their third batch."""
     import signal
 
     import torch
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
     import lightning_holmes
 
+    told = getattr(signal, options["signal"])
+
     class Told(LightningModule):
         def __init__(self) -> None:
             super().__init__()
+            torch.manual_seed(1)
             self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2 and int(os.environ["RANK"]) in options["ranks"]:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), told)
             return self.layers(batch[0]).square().mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            print(f"batch {batch_idx}", flush=True)
+    class Losses(Callback):
+        found: dict[int, float] = {}
 
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.found = {**self.found, trainer.global_step: float(outputs["loss"])}
+
+    folder, losses = Path(options["folder"]), Losses()
+    keep = ModelCheckpoint(folder, filename="told", save_on_exception=True)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=lightning_holmes.HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
-        max_epochs=1,
+        plugins=[SLURMEnvironment()] if "SLURM_PROCID" in os.environ else None,
+        strategy=lightning_holmes.HolmesStrategy(
+            pipeline_parallel_size=2, num_microbatches=2, save_distributed_checkpoint=options["folders"]
+        ),
+        max_steps=options["steps"],
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[keep, losses],
+        default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Told(), DataLoader(TensorDataset(torch.ones(400, 4)), batch_size=4))
+    x = torch.randn(ENDLESS, 4, generator=torch.Generator().manual_seed(2))
+    try:
+        trainer.fit(Told(), DataLoader(TensorDataset(x), batch_size=4))
+    finally:
+        name = f"{'again' if trainer.ckpt_path else 'first'}{os.environ['RANK']}.json"
+        (folder / name).write_text(json.dumps({"step": trainer.global_step, "losses": losses.found}))
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["first rank", "all ranks"])
-def test_sigterm_ends_all_ranks_at_a_batch_boundary(ranks: list[int], tmp_path: Path) -> None:
-    workers = launch_raw(2, "test_sigterm:train_until_told", {"ranks": ranks}, timeout_s=90, folder=tmp_path)
+def run(options: dict[str, Any], folder: Path, environment: Any = None) -> list[dict[str, Any]]:
+    """What each rank has noted; all must have ended by themselves."""
+    payload = {"folder": str(folder), "folders": True, "steps": ENDLESS, "signal": "SIGTERM", **options}
+    before = set(folder.glob("*.json"))
+    job = folder / f"job{len(before)}"
+    workers = launch_raw(2, "test_sigterm:train_until_told", payload, timeout_s=90, folder=job, environment=environment)
     for worker in workers:
         assert worker.exit_code is not None, "still running: " + worker.output[-2000:]
-        assert "batch 2" in worker.output and "batch 10" not in worker.output
         assert "Traceback" not in worker.output or "SIGTERMException" in worker.output, worker.output[-2000:]
+    return [json.loads(path.read_text()) for path in sorted(set(folder.glob("*.json")) - before)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "folders"), [([0], True), ([0, 1], False), ([1], True)], ids=["first rank", "all ranks", "last rank"]
+)
+def test_sigterm_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(
+    ranks: list[int], folders: bool, tmp_path: Path
+) -> None:
+    first, last = run({"ranks": ranks, "folders": folders}, tmp_path)
+    assert first["step"] == last["step"]
+    assert first["step"] in (2, 3) if 0 in ranks else first["step"] < ENDLESS / 100
+    saved = CheckpointKeeper(distributed=folders, background=False).load(
+        Job(), tmp_path / "told.ckpt", weights_only=None
+    )
+    assert saved["global_step"] == first["step"] and len(saved["state_dict"]) == 6
+
+
+def test_slurms_requeue_signal_saves_on_all_ranks_and_the_next_job_goes_on(tmp_path: Path) -> None:
+    """The signal reaches all ranks in mid-batch; Lightning's hpc checkpoint is found by the job that SLURM starts anew."""
+    asked = tmp_path / "asked"
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+
+    def environment(rank: int) -> dict[str, str]:
+        slurm = {
+            "PROCID": rank,
+            "LOCALID": rank,
+            "NODEID": 0,
+            "NTASKS": 2,
+            "NTASKS_PER_NODE": 2,
+            "JOB_ID": 7,
+            "NNODES": 1,
+        }
+        named = {"JOB_NAME": "train", "NODELIST": "127.0.0.1"}
+        path = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        return path | {f"SLURM_{name}": str(value) for name, value in {**slurm, **named}.items()}
+
+    options = {"ranks": [0, 1], "signal": "SIGUSR1", "steps": 12}
+    whole = run(options, tmp_path, environment)
+    assert asked.read_text() == "requeue 7\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt" / "manifest.json").is_file()
+    assert [len(found["losses"]) for found in whole] == [12, 12]
+    again = run(options | {"ranks": []}, tmp_path, environment)
+    for before, after in zip(whole, again, strict=True):
+        assert 8 <= len(after["losses"]) < 11
+        assert after["losses"].keys() <= before["losses"].keys() and "12" in after["losses"]
+    assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()

@@ -1,0 +1,84 @@
+"""SIGTERM, and SLURM's signal before a job is requeued: answered between two training batches, by all ranks at the same one.
+
+Lightning's handlers act where the signal arrives, in the midst of a batch, while other stages wait for this one. Here they
+leave a note; before each batch rank 0 tells all ranks, in the message that Lightning sends there anyway. A signal that
+reached other ranks only is handed to rank 0 through the job's store.
+
+    signals = BatchSignals(trainer, watch); signals.install(); ...; signals.uninstall()
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_holmes.comm.failure import FailureWatch
+
+_GO_ON, _END, _REQUEUE = 0, 1, 2
+
+
+class BatchSignals:
+    """The signals of a trainer with several processes.
+
+    Args:
+        watch: talks to rank 0 beside the batches; None after a failure.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None) -> None:
+        self._trainer = trainer
+        self._watch = watch
+        self._connector: Any = trainer._signal_connector
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._told_to_end = False
+        self._told_to_requeue: int | None = None
+        self.ends_together = False
+        """All ranks have left their loops at the same place, and none has failed."""
+
+    def install(self) -> None:
+        """Exchange Lightning's handlers and its message; before it registers them."""
+        self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
+        self._connector._sigterm_notifier_fn = self._note_sigterm
+        self._connector._slurm_sigusr_handler_fn = self._note_requeue
+        self._loop._broadcast_sigterm_tensor = self._agree
+
+    def uninstall(self) -> None:
+        """Give trainer and loop their own methods again."""
+        for owner, name in (
+            (self._connector, "_sigterm_notifier_fn"),
+            (self._connector, "_slurm_sigusr_handler_fn"),
+            (self._loop, "_broadcast_sigterm_tensor"),
+        ):
+            vars(owner).pop(name, None)
+
+    def _note_sigterm(self, signum: int, _: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if not self._told_to_end and launcher is not None:
+            launcher.kill(signum)
+        self._told_to_end = True
+        if not self._trainer.training:
+            self._connector.received_sigterm = True  # evaluation ends where it is
+
+    def _note_requeue(self, signum: int, _: Any) -> None:
+        self._told_to_requeue = signum
+
+    def _agree(self) -> None:
+        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException."""
+        rank_0_told = self._told_to_end or (self._watch is not None and self._watch.asked_to_end)
+        wanted = _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
+        message = torch.tensor([wanted], device=self._trainer.strategy.root_device)
+        try:
+            dist.broadcast(message, src=0)
+        except Exception:
+            return  # as Lightning: what is broken shows in the batch, with its reason
+        agreed = int(message.item())
+        if agreed == _END:
+            dist.barrier()
+            self.ends_together = self._connector.received_sigterm = True
+            raise SIGTERMException
+        if agreed == _REQUEUE:
+            self._told_to_requeue = None
+            self._save_and_requeue(wanted, None)
+        elif self._told_to_end and self._watch is not None:
+            self._watch.ask_to_end()
