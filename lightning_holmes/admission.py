@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _BATCH_HOOKS = {
@@ -53,6 +54,8 @@ def check_arguments(
     num_chunks: Any,
     schedule: Any,
     schedules: Sequence[str],
+    partition: Any = "self_adapting",
+    profile: Any = "flops",
     backend: str | None = None,
 ) -> None:
     """Refuse strategy arguments that are wrong by themselves."""
@@ -65,13 +68,20 @@ def check_arguments(
             raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
         raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r} must be a whole number of at least 1")
-    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ConfigurationError(f"num_chunks={num_chunks!r} must be a whole number of at least 1")
+    if num_chunks != "auto" and (isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1):
+        raise ConfigurationError(f'num_chunks={num_chunks!r} must be "auto" or a whole number of at least 1')
+    if isinstance(partition, str) and partition not in PARTITION_NAMES:
+        known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
+        raise ConfigurationError(
+            f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
+        )
+    if profile not in ("flops", "measure"):
+        raise ConfigurationError(f'profile={profile!r} is not known; write "flops" or "measure"')
     if backend not in (None, "gloo", "nccl"):
         raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
-    if num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b"):
+    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b"):
         raise ConfigurationError(
             f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
         )

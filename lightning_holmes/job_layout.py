@@ -1,6 +1,6 @@
 """JobLayout: what a job stands on, before any module is looked at: topology, placement, transports and groups.
 
-layout = lay_out_job("auto", pipeline_parallel_size="auto", num_chunks=1, job=job)      # every rank must call
+layout = lay_out_job("auto", pipeline_parallel_size="auto", num_chunks=1, largest_num_chunks=1, job=job)      # every rank must call
 layout.placement, layout.groups, layout.transports
 """
 
@@ -51,7 +51,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLayout:
-    """``pairs``: the ordered pairs of pipeline ranks between which tensors travel; ``notes``: what was chosen and why."""
+    """``pairs``: the ordered pairs of pipeline ranks between which tensors may travel; ``notes``: what was chosen and why.
+
+    ``num_hosts``: of the job, whatever hosts a topology file has; ``is_gloo``: tensors go by gloo, over sockets.
+    """
 
     topology: Topology
     placement: Placement
@@ -59,6 +62,8 @@ class JobLayout:
     groups: ProcessGroups
     pairs: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
+    num_hosts: int = 1
+    is_gloo: bool = True
 
 
 def find_topology(argument: str | Topology, job: Job) -> Topology:
@@ -73,14 +78,14 @@ def find_topology(argument: str | Topology, job: Job) -> Topology:
         given = Topology.from_yaml(argument)
     if job.inventory is None:
         return given or Topology.single_cluster(job.num_nodes, max(1, job.world_size // job.num_nodes))
-    # speeds are not needed to lay out groups; `lightning-holmes topology` measures them
+    # speeds are not needed to lay out groups; `lightning-holmes topology` measures them, and predictions use what it found
     return discover_topology(
         default_store(),
         job.rank,
         job.world_size,
         local=job.inventory,
         given=given,
-        options=ProbeOptions(measure=False, port_range=job.port_range),
+        options=ProbeOptions(measure=False, recall=True, port_range=job.port_range),
         timeout_s=120.0 if job.timeout is None else min(120.0, job.timeout.total_seconds()),
     )
 
@@ -89,13 +94,15 @@ def lay_out_job(
     topology: Topology,
     *,
     pipeline_parallel_size: int | Literal["auto"],
-    num_chunks: int,
+    num_chunks: int | Literal["auto"],
+    largest_num_chunks: int,
     job: Job,
     facts: Mapping[str, str],
     tensor_parallel_size: int = 1,
 ) -> JobLayout:
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
 
+    ``largest_num_chunks``: ways between pipeline ranks are made for so many chunks a rank, if ``num_chunks`` is open.
     ``facts``: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
 
     Raises:
@@ -114,7 +121,7 @@ def lay_out_job(
         pipeline_parallel_size=size,
         tensor_parallel_size=tensor_parallel_size,
     )
-    if size == 1 and num_chunks > 1:
+    if size == 1 and num_chunks != "auto" and num_chunks > 1:
         raise ConfigurationError(
             f"num_chunks={num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
         )
@@ -135,7 +142,7 @@ def lay_out_job(
         for stage in range(size)
         for replica in range(placement.data_parallel_size)
     ]
-    pairs = edge_pairs(size, num_chunks)
+    pairs = edge_pairs(size, largest_num_chunks if size > 1 else 1)
     edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     own = [group for group in (*replicas, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1]
     # before anything is sent over WORLD: NCCL reads its variables with its first communicator
@@ -153,6 +160,8 @@ def lay_out_job(
         groups=groups,
         pairs=tuple(pairs),
         notes=tuple(notes),
+        num_hosts=1 if job.inventory is None else job.num_nodes,
+        is_gloo=job.backend == "gloo",
     )
 
 

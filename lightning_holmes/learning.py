@@ -23,7 +23,7 @@ from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
-from lightning_holmes.plan.choose import PlanOptions
+from lightning_holmes.plan.plan_options import PlanOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def _learn(
     context: Callable[[str], Any],
 ) -> Lesson:
     alone = pipeline_parallel_size == 1
-    may_run_whole = alone and options.layers == "auto" and options.partition == "uniform"
+    may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
     structure: ModuleStructure | None = None
     batch_size: int | None = None
     layers = options.layers

@@ -38,9 +38,10 @@ class TimelineMonitor(Callback):
         every_n_steps: also write after every so many batches; None: at the end of fit only.
         file: name of the JSON file in the run's folder (the logger's, else the trainer's ``default_root_dir``); the
             picture lies beside it.
+        draw: whether to make a picture.
     """
 
-    def __init__(self, every_n_steps: int | None = None, file: str = "timeline.json") -> None:
+    def __init__(self, every_n_steps: int | None = None, file: str = "timeline.json", draw: bool = True) -> None:
         if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
             raise ConfigurationError(
                 f"every_n_steps={every_n_steps!r} is not allowed; write a whole number, at least 1"
@@ -49,6 +50,7 @@ class TimelineMonitor(Callback):
             raise ConfigurationError(f"file={file!r}: the name must end in .json")
         self.every_n_steps = every_n_steps
         self.file = file
+        self.draw = draw
         self._clock: StepClock | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,7 +102,8 @@ class TimelineMonitor(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.file
         path.write_text(json.dumps({"step": number, "steps_noted": count, **data}, allow_nan=False), encoding="utf-8")
-        _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
+        if self.draw:
+            _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
 
 
 def make_monitor(monitor: bool | int) -> TimelineMonitor | None:

@@ -34,6 +34,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.replay import MetricValue
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -42,6 +43,7 @@ from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.self_adapting import Balance
 
 _SEED = 20231203
 
@@ -128,7 +130,7 @@ def check(
     schedule: Literal["1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",
-    partition: Literal["uniform"] | Sequence[int] = "uniform",
+    partition: Literal["self_adapting", "proportional", "uniform"] | Sequence[int] = "uniform",
     steps: Iterable[str] = ("training_step", "validation_step"),
     tolerance: float = 1e-5,
 ) -> CheckReport:
@@ -141,7 +143,8 @@ def check(
     Args:
         module: a LightningModule with all its weights, on the device to use.
         batch: as its loader would give it; the sample is dealt to ``num_microbatches``.
-        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy.
+        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy; all
+            stages are equally fast here, so that "proportional" is "uniform".
         steps: which steps to run; those that the module does not define are left out.
         tolerance: the largest relative difference that counts as rounding.
 
@@ -192,7 +195,7 @@ def _check_steps(
         if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
             splitter.split(batch, num_microbatches)
         structure = _structure(module, batch, names, layers, splitter)
-        stages = make_partition(partition, structure.num_layers, pipeline_parallel_size * num_chunks)
+        stages = _deal(module, batch, structure, splitter, partition, pipeline_parallel_size, num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages)
         if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
@@ -207,6 +210,34 @@ def _check_steps(
             report.rows += _compare(name, plain, staged, tolerance)
     except HolmesError as reason:
         report.refused = str(reason)
+
+
+def _deal(
+    module: LightningModule,
+    batch: Any,
+    structure: ModuleStructure,
+    splitter: BatchSplitter,
+    partition: Any,
+    size: int,
+    num_chunks: int,
+) -> Partition:
+    """The layers of each stage."""
+    if partition != "self_adapting":
+        rule = "uniform" if partition == "proportional" else partition
+        return make_partition(rule, structure.num_layers, size * num_chunks)
+    samples = splitter.batch_size(batch)
+    small = splitter.split(batch, -(-samples // 2))[0]
+    arguments = (small, *([0] * (admission.step_arguments(module, "training_step") - 1)))
+    cost = profile_step(module, arguments, structure=structure)
+    row = tuple(layer.forward + layer.backward for layer in cost.layers)
+    balance = Balance(
+        seconds=(row,) * size,
+        before_seconds=cost.before.forward + cost.before.backward,
+        after_seconds=cost.after.forward + cost.after.backward,
+        num_chunks=num_chunks,
+        forbidden_cuts=cost.forbidden_cuts,
+    )
+    return make_partition(partition, structure.num_layers, size * num_chunks, balance=balance)
 
 
 @contextmanager

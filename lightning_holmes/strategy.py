@@ -52,6 +52,7 @@ from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.gradients import Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
+from lightning_holmes.live_plan import LivePlan, PlanRequest, ProfileKind, decide
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
 from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -62,9 +63,12 @@ from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
-from lightning_holmes.plan.choose import PlanOptions, make_plan
-from lightning_holmes.plan.placement import Placement
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.placement import Placement, make_placement
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
+from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.signals import BatchSignals
@@ -82,14 +86,19 @@ class HolmesStrategy(CheckpointingStrategy):
         pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
         tensor_parallel_size: ranks of a host that share each layer among them. The module shares its layers out in
             ``configure_model``, by torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
-        num_microbatches: into how many parts each training batch of a replica is dealt; "auto" is four a
-            pipeline rank, as far as the batch reaches, and 1 without a pipeline.
+        num_microbatches: into how many parts each training batch of a replica is dealt; "auto" is the number with the
+            fastest predicted step, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
-        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", or "auto": interleaved if ``num_chunks`` is above 1,
-            eager where stages lie in different clusters, else 1f1b.
-        num_chunks: stages of each rank.
-        partition: "uniform", or the number of layers of each stage.
+        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", or "auto": interleaved if ``num_chunks`` is above 1;
+            else the one whose step is predicted to be the fastest, without gpipe.
+        num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen.
+        partition: "self_adapting": layers are dealt so that the slowest stage is as fast as it can be, by the costs of the
+            layers, with what runs before and behind them, and the speeds of the hosts; "proportional": in proportion to
+            these speeds; "uniform": by count; or the number of layers of each stage.
+        plan: a plan file of another run (its plan.yaml), which decides all of these, and is refused where it was made for
+            other clusters or another module.
+        profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that cannot be loaded alike on several ranks.
@@ -117,9 +126,11 @@ class HolmesStrategy(CheckpointingStrategy):
         tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
-        schedule: Literal["auto", "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "auto",
-        num_chunks: int = 1,
-        partition: Literal["uniform"] | list[int] = "uniform",
+        schedule: Literal["auto", "1f1b", "gpipe", "interleaved_1f1b"] = "auto",
+        num_chunks: int | Literal["auto"] = "auto",
+        partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
+        profile: ProfileKind = "flops",
+        plan: str | None = None,
         layers: str = "auto",
         broadcast_batch: bool = False,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
@@ -138,6 +149,8 @@ class HolmesStrategy(CheckpointingStrategy):
             num_chunks=num_chunks,
             schedule=schedule,
             schedules=("auto", *SCHEDULE_NAMES),
+            partition=partition,
+            profile=profile,
             backend=process_group_backend,
         )
         self._monitor = make_monitor(monitor)
@@ -153,6 +166,12 @@ class HolmesStrategy(CheckpointingStrategy):
             partition=partition,
             layers=layers,
         )
+        self._plan_file = plan
+        self._given_plan = None if plan is None else Plan.load(plan)
+        if self._given_plan is not None:
+            self._options = options_of_plan(self._given_plan, self._options, source=str(plan))
+        self._profile: ProfileKind = profile
+        self._live: LivePlan | None = None
         self._broadcast_batch = broadcast_batch
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -223,6 +242,11 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._plan is None:
             raise HolmesError("the plan is made when the trainer sets the strategy up; ask for it in a hook or later")
         return self._plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a training step was predicted to cost when the plan was made; None where no costs were known."""
+        return None if self._live is None else self._live.prediction
 
     @property
     def data_parallel_rank(self) -> int:
@@ -306,11 +330,13 @@ class HolmesStrategy(CheckpointingStrategy):
                 user=self._user_settings,
             )
             topology = find_topology(self._topology_argument, job)
+            self._check_given_plan(topology)
             self._layout = lay_out_job(
                 topology,
                 pipeline_parallel_size=self._options.pipeline_parallel_size,
                 tensor_parallel_size=self._options.tensor_parallel_size,
                 num_chunks=self._options.num_chunks,
+                largest_num_chunks=self._options.largest_num_chunks,
                 job=job,
                 facts=self._argument_facts(topology),
             )
@@ -321,6 +347,28 @@ class HolmesStrategy(CheckpointingStrategy):
                 self._device_mesh = build_device_mesh(self._layout, self.root_device.type)
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._device_mesh
+
+    def _check_given_plan(self, topology: Topology, structure: ModuleStructure | None = None) -> None:
+        """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
+        plan = self._given_plan
+        if plan is None:
+            return
+        placement = None
+        if topology.num_devices == plan.world_size == self.world_size:
+            placement = make_placement(
+                topology,
+                world_size=self.world_size,
+                pipeline_parallel_size=plan.pipeline_parallel_size,
+                tensor_parallel_size=plan.tensor_parallel_size,
+            )
+        check_plan(
+            plan,
+            topology=topology,
+            placement=placement,
+            layers=None if structure is None else structure.layers,
+            num_layers=None if structure is None else structure.num_layers,
+            source=f"the plan in {self._plan_file}",
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -385,21 +433,14 @@ class HolmesStrategy(CheckpointingStrategy):
         place = self._placement.coordinate(0)
         agreement.broadcast_module(module, self.world_size, self._groups, place[:2])
         agreement.share_random_state(self._groups)
-        lesson = self._learn(trainer)
+        samples = self._samples(trainer)
+        lesson = self._learn(samples)
         structure = lesson.structure
-        self._plan = make_plan(
-            self._options,
-            topology=layout.topology,
-            placement=layout.placement,
-            edges=layout.pairs,
-            layers=None if structure is None else structure.layers,
-            num_layers=0 if structure is None else structure.num_layers,
-            batch_size=lesson.batch_size,
-            transports=layout.transports.describe,
-            notes=layout.notes,
-        )
-        if structure is not None:
-            structure.check_partition(self._plan.partition)
+        self._check_given_plan(layout.topology, structure)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
+        self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts)
+        self._plan = self._live.plan
         self._pipeline = PipelineModule(
             module,
             structure,
@@ -447,7 +488,6 @@ class HolmesStrategy(CheckpointingStrategy):
         if self.world_size > 1:
             self._signals = BatchSignals(trainer, self._watch)
             self._signals.install()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
         if self._monitor is not None and not any(isinstance(c, TimelineMonitor) for c in callbacks):
@@ -471,6 +511,7 @@ class HolmesStrategy(CheckpointingStrategy):
         arguments = {
             "topology": topology.to_yaml(),
             **dataclasses.asdict(self._options),
+            "profile": self._profile,
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,
             "save_distributed_checkpoint": self._keeper.distributed,
@@ -478,14 +519,19 @@ class HolmesStrategy(CheckpointingStrategy):
         }
         return agreement.version_facts() | {f"HolmesStrategy({n}=)": repr(v) for n, v in arguments.items()}
 
-    def _learn(self, trainer: "pl.Trainer") -> Lesson:
-        """What one batch of each loader teaches about the module."""
-        assert self._placement is not None and self.lightning_module is not None
+    def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:
+        """One batch of each loader that will be read, by the name of its step; on the device."""
+        assert self.lightning_module is not None
         samples = {}
         for step_name, batch in admission.sample_batches(trainer, self.root_device).items():
             batch = self.precision_plugin.convert_input(batch)
             batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
             samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
+        return samples
+
+    def _learn(self, samples: dict[str, Any]) -> Lesson:
+        """What these batches teach about the module."""
+        assert self._placement is not None and self.lightning_module is not None
         place = self._placement.coordinate(0)[:2]
         with self._builder.stand_ins() if self._builder and self.is_global_zero else nullcontext():
             return learn(
@@ -499,6 +545,29 @@ class HolmesStrategy(CheckpointingStrategy):
                 splitter=self._splitter,
                 context=self._step_context,
             )
+
+    def _decide(self, batch: Any, lesson: Lesson, *, predicts: bool) -> LivePlan:
+        """The plan of the run that begins."""
+        assert self.lightning_module is not None and self._layout is not None and self._builder is not None
+        return decide(
+            PlanRequest(
+                module=self.lightning_module,
+                batch=batch,
+                lesson=lesson,
+                options=self._options,
+                layout=self._layout,
+                profile=self._profile,
+                splitter=self._splitter,
+                device=self.root_device,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                context=functools.partial(self._step_context, "training_step"),
+                stand_ins=self._builder.stand_ins,
+                former=self._live,
+                predicts=predicts,
+                topology_given=self._topology_argument != "auto",
+            )
+        )
 
     def _print_plan(self) -> None:
         assert self._pipeline is not None and self._plan is not None and self.lightning_module is not None

@@ -21,6 +21,7 @@ __all__ = [
     "attention_flop_formulas",
     "backward_has_run",
     "collective_ranks",
+    "computes",
     "default_store",
     "fake_mode_of",
     "forward_number",
@@ -99,6 +100,14 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or (normalises and argument.name in ("running_mean", "running_var")):
             yield given[argument.name]
+
+
+def computes(operator: Any) -> bool:
+    """Whether an operator does more than to give another view of its argument's memory, or to ask for its device."""
+    if operator._schema.name.startswith("prim::"):
+        return False
+    infos = [returned.alias_info for returned in operator._schema.returns]
+    return not infos or any(info is None or info.is_write for info in infos)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ BESIDE_STRATEGY = {
     "grad_norm",
     "gradients",
     "learning",
+    "live_plan",
     "collectives",
     "job_layout",
     "monitoring",

@@ -129,7 +129,7 @@ def test_check_takes_the_strategys_arguments(capsys, checked):
         "schedule": "1f1b",
         "num_chunks": 1,
         "layers": "auto",
-        "partition": "uniform",
+        "partition": "self_adapting",  # the strategy's own default
     }
 
 

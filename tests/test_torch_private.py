@@ -154,3 +154,10 @@ def test_a_node_of_autograd_tells_its_place_and_whether_its_backward_has_run() -
     assert torch_private.forward_number(nodes[0]) < torch_private.forward_number(nodes[1])
     second.sum().backward()
     assert [torch_private.backward_has_run(node) for node in nodes] == [False, True]
+
+
+def test_operators_that_compute_are_told_from_views() -> None:
+    ops = torch.ops.aten
+    assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))
+    assert not torch_private.computes(torch.ops.prim.device.default)
+    assert all(map(torch_private.computes, (ops.mm.default, ops.add.Tensor, ops.add_.Tensor, ops.clone.default)))

@@ -52,6 +52,7 @@ class ProbeOptions:
         connect: try connections; without it hints alone decide, and no port is opened.
         measure: measure speeds (needs connect).
         refresh: measure even if speeds are known from before.
+        recall: use speeds that are known from before, where none are measured.
         port_range: (first, last) port of the listeners; None: any.
         max_age_s: how old kept speeds may be.
     """
@@ -59,6 +60,7 @@ class ProbeOptions:
     connect: bool = True
     measure: bool = True
     refresh: bool = False
+    recall: bool = False
     port_range: tuple[int, int] | None = None
     max_age_s: float = 24 * 3600.0
 
@@ -333,7 +335,8 @@ class _Leader:
 
     def _with_speeds(self, topology: Topology, hosts: Sequence[LiveHost]) -> Topology:
         if not (self._options.measure and self._agents):
-            return with_speeds(topology, [], {})
+            known = load_speeds(topology, max_age_s=self._options.max_age_s) if self._options.recall else None
+            return known or with_speeds(topology, [], {})
         if not self._options.refresh:
             known = load_speeds(topology, max_age_s=self._options.max_age_s)
             if known is not None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
+from lightning_holmes.commands.bench_predict import run_partitions, run_predictions
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Contender, Job
 from lightning_holmes.commands.benchmark.report import Report, Result, load_figure_class, show_seconds
 from lightning_holmes.commands.benchmark.workload import Workload
@@ -41,6 +42,20 @@ def main(args: list[str]) -> None:
     """Run the command line `args`; exits with 1 if a contender did not run to its end."""
     options = make_parser().parse_args(args)
     load_figure_class()  # missing: better known now than after the runs
+    command = shlex.join(["lightning-holmes", "bench", *args])
+    if options.predict or options.partitions:
+        facts = {"command": command, "hardware": _hardware(), "commit": _commit(), "torch": version("torch")}
+        if options.predict:
+            run_predictions(
+                options.beds,
+                make_topology,
+                output=Path(options.output),
+                timeout_s=options.timeout,
+                facts=facts,
+            )
+        if options.partitions:
+            run_partitions(make_topology, output=Path(options.output), timeout_s=options.timeout, facts=facts)
+        return
     topology = make_topology(
         options.hosts,
         devices=options.processes,
@@ -68,7 +83,7 @@ def main(args: list[str]) -> None:
         cpu_share=options.cpu_share,
         rounds=options.rounds,
         timeout_s=options.timeout,
-        command=shlex.join(["lightning-holmes", "bench", *args]),
+        command=command,
         verbose=options.verbose,
     )
     report.print()
@@ -100,6 +115,12 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--batch-size", type=int, default=defaults.batch_size, help="of the whole job")
     training.add_argument("--steps", type=int, default=defaults.steps, help="measured steps of each run")
     training.add_argument("--warmup", type=int, default=defaults.warmup_steps, help="steps before them")
+    predictions = parser.add_argument_group("predictions, held against runs (instead of the contenders)")
+    predictions.add_argument("--predict", action="store_true", help="predicted and measured steps of many plans")
+    predictions.add_argument("--beds", nargs="+", metavar="NAME", help="only these of its testbeds")
+    predictions.add_argument(
+        "--partitions", action="store_true", help="all partitions on hosts of unlike speed, and the one that is chosen"
+    )
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="only these")
     parser.add_argument("--rounds", type=int, default=1, help="how often all contenders run, in turn")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")

@@ -8,15 +8,17 @@ It gives a ModelCost (plan/layer_cost.py). What it costs on a device is for plan
 
 mode="fake" runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta:
 meta tensors take other paths through many modules), and counts the FLOPs of matrix products, convolutions and
-attention; elementwise work is not counted. Where the step cannot run on them (it looks at values), it is run
-once for real, and counted. mode="measure" runs the real module on the device where it is, a few times, and gives
-seconds. In both, a gradient that reaches a layer's output ends what lies behind it and begins the layer's backward.
+attention; elementwise work is not counted, but each operator may be charged a fixed time (operator_s). Where the step
+cannot run on them (it looks at values), it is run once for real, and counted. mode="measure" runs the real module on the
+device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies behind it and begins the layer's backward.
 
 Left to others: whether the step may be cut at all (trace.py). The module itself is not changed: copies run.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -34,11 +36,21 @@ from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.torch_private import FakeTensorMode, attention_flop_formulas, fake_mode_of
+from lightning_holmes.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    attention_flop_formulas,
+    computes,
+    fake_mode_of,
+)
 
 ProfileMode = Literal["fake", "measure"]
-_WARM_UPS = 1
 _REPEATS = 5
+_MOST_REPEATS = 40
+_ENOUGH_S = 5.0  # of repeats; then two are enough
+_LONG_S = 0.15  # of a repeat, to last over several periods in which a share of a core is dealt out
+_DISTURBED = 1.5  # repeats that took so many times the middle one are left out
+_BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
 def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
@@ -56,6 +68,9 @@ def profile_step(
     mode: ProfileMode = "fake",
     context: Callable[[], AbstractContextManager[Any]] | None = None,
     microbatch_samples: int | None = None,
+    operator_s: float = 0.0,
+    may_run: bool = True,
+    seconds: float = 0.0,
 ) -> ModelCost:
     """The costs of ``module.training_step(*arguments)``.
 
@@ -67,6 +82,9 @@ def profile_step(
         mode: "fake" counts FLOPs, "measure" takes seconds.
         context: gives the context manager of a step (precision).
         microbatch_samples: samples in the microbatch, where the batch cannot tell.
+        operator_s: seconds that every operator of a "fake" profile takes beside its FLOPs, in launching it.
+        may_run: whether a step that does not run on fake tensors may be run for real.
+        seconds: how long "measure" goes on at the least, after its first repeats.
 
     Raises:
         UnsupportedModuleError: the step runs through no list of layers in order, or runs neither on fake
@@ -77,11 +95,11 @@ def profile_step(
     reasons = []
     for candidate in candidates:
         try:
-            seen = _run(module, arguments, candidate.name, mode, context)
+            seen = _run(module, arguments, candidate.name, mode, context, may_run, seconds)
         except _NotTheLayers as reason:
             reasons.append(f"{candidate.name}: {reason}")
             continue
-        return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]))
+        return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]), operator_s)
     raise UnsupportedModuleError(
         f"{type(module).__name__}.training_step calls no list of layers once each and in order ({'; '.join(reasons)}); "
         "name another list by layers="
@@ -98,6 +116,8 @@ def _run(
     layers: str,
     mode: ProfileMode,
     context: Callable[[], AbstractContextManager[Any]] | None,
+    may_run: bool,
+    seconds: float,
 ) -> _Recorder:
     context = context or nullcontext
     has_values = all(fake_mode_of(parameter) is None for parameter in module.parameters())
@@ -106,22 +126,25 @@ def _run(
             raise UnsupportedModuleError(
                 f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
             )
-        return _measure(module, arguments, layers, context)
+        return _measure(module, arguments, layers, context, seconds)
     fake = next((found for p in module.parameters() if (found := fake_mode_of(p)) is not None), None)
     fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        with nullcontext() if has_values else fake:  # under the mode, real tensors (a metric's state) cannot be copied
+            shadow = shadow_copy(module)
         with fake:
-            shadow = _fake_copy(module, fake)
+            _make_fake(shadow, fake)
             given = tree.map_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
             return _count(shadow, given, layers, context)
     except (_NotTheLayers, UnsupportedModuleError):
         raise
     except Exception as error:
-        if not has_values:
+        if not has_values or not may_run:
+            lacks = "has no real weights to run it for real" if not has_values else "is not to be run for real for this"
             raise UnsupportedModuleError(
                 f"{type(module).__name__}.training_step does not run on tensors without values "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}), and this module "
-                "has no real weights to run it for real; profile a smaller one, or leave the value out of the step"
+                f"{lacks}; profile a smaller one, or leave the value out of the step"
             ) from error
         return _count(
             _with_own_gradients(shadow_copy(module)), tree.map_tensors(Tensor.clone, arguments), layers, context
@@ -131,14 +154,31 @@ def _run(
 def _count(
     shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
 ) -> _Recorder:
-    with FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()) as counter:
-        recorder = _Recorder(shadow, layers, lambda: float(counter.get_total_flops()))
+    operators = _OperatorCounter()
+    with FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()) as counter, operators:
+        recorder = _Recorder(shadow, layers, lambda: float(counter.get_total_flops()), lambda: float(operators.number))
         recorder.step(arguments, context)
     return recorder
 
 
+class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += computes(func)
+        return func(*args, **(kwargs or {}))
+
+
 def _measure(
-    module: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
+    module: LightningModule,
+    arguments: tuple[Any, ...],
+    layers: str,
+    context: Callable[[], AbstractContextManager[Any]],
+    seconds: float,
 ) -> _Recorder:
     device = next(module.parameters()).device
 
@@ -147,16 +187,29 @@ def _measure(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    recorders = []
-    for _ in range(_WARM_UPS + _REPEATS):
-        recorder = _Recorder(_with_own_gradients(shadow_copy(module)), layers, clock)
-        recorder.step(tree.map_tensors(Tensor.clone, arguments), context)
+    # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
+    shadow = _with_own_gradients(shadow_copy(module))
+    noted = _Recorder(shadow, layers, clock)
+    noted.step(tree.map_tensors(Tensor.clone, arguments), context)
+    recorders: list[_Recorder] = []
+    start = time.perf_counter()
+    while True:
+        number, taken = len(recorders), time.perf_counter() - start
+        if (number >= _REPEATS and taken >= seconds) or (number >= 2 and taken >= _ENOUGH_S) or number >= _MOST_REPEATS:
+            break
+        recorder = _Recorder(shadow, layers, clock)
+        recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
         recorders.append(recorder)
-    kept, last = recorders[_WARM_UPS:], recorders[-1]
+    totals = [math.fsum(recorder.forward) + math.fsum(recorder.backward) for recorder in recorders]
+    middle = statistics.median_low(totals)
+    # long repeats: what else runs on the machine only adds, so the quicker half counts. Short ones: a host with a share of
+    # a core stops and goes, and its pauses are part of its speed; only what was plainly disturbed is left out.
+    limit = middle if middle > _LONG_S else _DISTURBED * middle
+    kept = [recorder for recorder, total in zip(recorders, totals, strict=True) if total <= limit]
     for name in ("forward", "backward"):
         columns = zip(*(getattr(recorder, name) for recorder in kept), strict=True)
-        setattr(last, name, [min(column) for column in columns])  # what else runs on the machine only adds
-    return last
+        setattr(noted, name, [statistics.fmean(column) for column in columns])
+    return noted
 
 
 def _with_own_gradients(shadow: LightningModule) -> LightningModule:
@@ -165,13 +218,12 @@ def _with_own_gradients(shadow: LightningModule) -> LightningModule:
     return shadow
 
 
-def _fake_copy(module: LightningModule, mode: FakeTensorMode) -> LightningModule:
-    shadow = shadow_copy(module)
+def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
+    """Fake parameters and buffers instead of a copy's own."""
     _replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
     for submodule in shadow.modules():
         for name, buffer in list(submodule.named_buffers(recurse=False)):
             setattr(submodule, name, _as_fake(buffer, mode))
-    return shadow
 
 
 def _replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -195,13 +247,21 @@ class _Recorder:
     forward, backward, held: one entry for what is before the layers, each layer, and after them.
     """
 
-    def __init__(self, shadow: LightningModule, layers: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        shadow: LightningModule,
+        layers: str,
+        clock: Callable[[], float],
+        operators: Callable[[], float] | None = None,
+    ) -> None:
         self.shadow, self.layers, self.clock = shadow, layers, clock
+        self.count_operators = operators or (lambda: 0.0)
         self.layer_list = list(shadow.get_submodule(layers).children())
         size = len(self.layer_list)
         self.forward = [0.0] * (size + 2)
         self.backward = [0.0] * (size + 2)
         self.held = [0.0] * (size + 2)
+        self.operators = [0.0] * (size + 2)  # of the forward
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
         self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
@@ -209,9 +269,12 @@ class _Recorder:
         self.storages: dict[int, tuple[Any, int | None]] = {}
         self.reached: dict[int, float] = {}  # backward reached the output of position: the clock then
         self.last = 0.0
+        self.last_operators = 0.0
 
-    def step(self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Run it, forward and backward."""
+    def step(
+        self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
+    ) -> None:
+        """Run it, forward and backward; ``bare``: with nothing but the layers' ends noted, for the sake of a clock."""
         shadow = self.shadow
         # the copy's alone: nothing is logged from a profile
         for name in ("log", "log_dict"):
@@ -220,16 +283,18 @@ class _Recorder:
         places: dict[int, list[int]] = {}
         for index, layer in enumerate(self.layer_list):
             places.setdefault(id(layer), []).append(index)
-        for layer in {id(layer): layer for layer in self.layer_list}.values():
+        gated = [(layer, vars(layer).get("forward")) for layer in {id(x): x for x in self.layer_list}.values()]
+        for layer, _ in gated:
             layer.forward = self._gate(places[id(layer)], layer.forward)
-        handles = [
-            submodule.register_forward_pre_hook(self._note(name)) for name, submodule in shadow.named_modules() if name
-        ]
+        named = [] if bare else [(name, submodule) for name, submodule in shadow.named_modules() if name]
+        handles = [submodule.register_forward_pre_hook(self._note(name)) for name, submodule in named]
         for parameter in shadow.parameters():
             self._own(parameter, None)
         try:
             with torch.enable_grad(), ExitStack() as stack:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor))
+                if not bare:
+                    keep = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor)
+                    stack.enter_context(keep)
                 stack.enter_context(context())
                 self.last = self.clock()
                 output = shadow.training_step(*arguments)
@@ -240,6 +305,11 @@ class _Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+            for layer, own in gated:
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
 
     def _run_backward(self, output: Any) -> None:
         loss = output["loss"] if isinstance(output, dict) else output
@@ -259,9 +329,10 @@ class _Recorder:
             began = reached
 
     def _mark(self) -> None:
-        now = self.clock()
+        now, operators = self.clock(), self.count_operators()
         self.forward[self.position] += now - self.last
-        self.last = now
+        self.operators[self.position] += operators - self.last_operators
+        self.last, self.last_operators = now, operators
 
     def _note(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -329,6 +400,7 @@ def _model_cost(
     samples: int,
     mode: ProfileMode,
     tokens_per_sample: int | None,
+    operator_s: float,
 ) -> ModelCost:
     size = len(seen.layer_list)
     weights, trained, shared = [0.0] * (size + 2), [0.0] * (size + 2), 0.0
@@ -349,6 +421,12 @@ def _model_cost(
             gradient_bytes=trained[position],
             activation_bytes=crossing[position],
             held_bytes=seen.held[position],
+            fixed_forward_s=seen.operators[position] * operator_s,
+            # a layer without a backward is frozen
+            fixed_backward_s=seen.operators[position]
+            * operator_s
+            * _BACKWARD_OPERATORS
+            * (seen.backward[position] > 0),
         )
         for position in range(size + 2)
     ]

@@ -1,36 +1,20 @@
-"""Choosing a plan: what the user has asked for, and what "auto" stands for. Pure: data in, data out.
+"""Making the plan of a run from what was asked for, what exists, and what was chosen (choice.py). Pure: data in, data out.
 
 make_plan(options, topology=..., placement=..., num_layers=12, ...)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.choice import Choice, choose_without_costs
+from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement, clusters_of
-from lightning_holmes.plan.plan import Axis, GroupPlan, Plan
+from lightning_holmes.plan.plan import WHOLE_MODULE, Axis, GroupPlan, Plan
+from lightning_holmes.plan.plan_options import PlanOptions
 
 # For the ranks of a group: what moves its bytes, and why.
 Transports = Callable[[Sequence[int]], tuple[str, str]]
-_MICROBATCHES_PER_RANK = 4
-WHOLE_MODULE = "(whole module)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The strategy's arguments that decide a plan."""
-
-    pipeline_parallel_size: int | Literal["auto"]
-    num_microbatches: int | Literal["auto"]
-    eval_num_microbatches: int | Literal["auto"]
-    schedule: str
-    num_chunks: int
-    partition: str | Sequence[int]
-    layers: str
-    tensor_parallel_size: int = 1
 
 
 def make_plan(
@@ -44,6 +28,7 @@ def make_plan(
     batch_size: int | None,
     transports: Transports,
     notes: Sequence[str] = (),
+    choice: Choice | None = None,
 ) -> Plan:
     """The plan of a run, with a note for each automatic choice.
 
@@ -54,36 +39,32 @@ def make_plan(
         batch_size: samples in a training batch of one replica, if that is known.
         transports: what a group of ranks uses, in words, and why.
         notes: what was chosen before.
+        choice: what was chosen by costs; None: as without any.
 
     Raises:
         ConfigurationError: options that do not fit the module.
     """
     size, notes = placement.pipeline_parallel_size, list(notes)
     if layers is None:
-        if options.partition != "uniform" or options.layers != "auto":
+        if not isinstance(options.partition, str) or options.layers != "auto":
             raise ConfigurationError(
                 f"layers={options.layers!r} and partition={options.partition!r} are for a pipeline, but this module runs "
                 f"whole and no layer list of it was found; leave them out"
             )
-        partition = Partition((1,))
-    else:
-        partition = make_partition(options.partition, num_layers, size * options.num_chunks)
-        if options.layers == "auto" and size > 1:
-            notes.append(f"layers: {layers}, the largest list that every step calls in order")
-    num_microbatches = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    if options.num_microbatches == "auto" and size > 1:
-        most = _MICROBATCHES_PER_RANK * size
-        num_microbatches = min(most, batch_size or most)
-        notes.append(f"num_microbatches: {num_microbatches}, four a pipeline rank as far as the batch reaches")
+        whole = 1 if options.num_microbatches == "auto" else options.num_microbatches
+        schedule = "1f1b" if options.schedule == "auto" else options.schedule
+        choice = Choice(partition=Partition((1,)), schedule=schedule, num_chunks=1, num_microbatches=whole)
+    elif options.layers == "auto" and size > 1:
+        notes.append(f"layers: {layers}, the largest list that every step calls in order")
     clusters = tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size))
-    schedule = options.schedule
-    if schedule == "auto":
-        schedule = "interleaved_1f1b" if options.num_chunks > 1 else "eager_1f1b" if len(set(clusters)) > 1 else "1f1b"
-        if schedule == "eager_1f1b":
-            notes.append(
-                "schedule: eager_1f1b, which hides transfers between clusters behind computation and holds the "
-                f"activations of up to {2 * size - 1} microbatches where 1f1b holds {size}"
-            )
+    choice = choice or choose_without_costs(
+        options,
+        pipeline_parallel_size=size,
+        num_layers=num_layers,
+        batch_size=batch_size,
+        across_clusters=len(set(clusters)) > 1,
+    )
+    notes += choice.notes
     evaluation = 1 if options.eval_num_microbatches == "auto" else options.eval_num_microbatches
     if options.eval_num_microbatches == "auto" and size > 1:
         notes.append("eval_num_microbatches: 1, exact for any evaluation step")
@@ -91,12 +72,12 @@ def make_plan(
         pipeline_parallel_size=size,
         data_parallel_size=placement.data_parallel_size,
         tensor_parallel_size=placement.tensor_parallel_size,
-        num_microbatches=num_microbatches,
+        num_microbatches=choice.num_microbatches,
         eval_num_microbatches=evaluation,
-        schedule=schedule,
-        num_chunks=options.num_chunks,
+        schedule=choice.schedule,
+        num_chunks=choice.num_chunks,
         layers=layers or WHOLE_MODULE,
-        partition=partition,
+        partition=choice.partition,
         placement=placement,
         clusters=clusters,
         groups=tuple(_groups(placement, edges, transports)),

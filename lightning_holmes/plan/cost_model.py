@@ -47,13 +47,15 @@ class Layout:
 
     across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
     across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
-    a tensor-parallel group are neighbours in both.
+    a tensor-parallel group are neighbours in both. grid: where a placement is settled, the devices of each pipeline rank,
+    tensor group by tensor group; it stands in for these rules.
     """
 
     pipeline: int
     tensor: int = 1
     data: int = 1
     across: Across = "pipeline"
+    grid: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "data"):
@@ -68,6 +70,8 @@ class Layout:
 
     def devices_of(self, pipeline_rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """(data, tensor) devices that hold a pipeline rank's stages, numbered in the order of the topology."""
+        if self.grid is not None:
+            return np.asarray(self.grid[pipeline_rank]).reshape(self.data, self.tensor)
         if self.across == "pipeline":
             each = self.data * self.tensor
             return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
@@ -120,8 +124,9 @@ class Training:
         sharded_optimizer: states, and the update, are divided over replicas.
         overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
             optimizer's parameters beside the next forward.
-        update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters.
+        update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
         message_s: seconds of a rank's own time that starting a transfer takes.
+        blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
         memory_share: share of a device's memory that a plan may use.
     """
 
@@ -133,6 +138,7 @@ class Training:
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
     message_s: float = 0.0
+    blocking_sends: bool = False
     memory_share: float = 0.92
 
     def __post_init__(self) -> None:
@@ -171,6 +177,7 @@ class CostModel:
         devices: the device type of each cluster, in the order of the topology.
         speeds: for a model whose unit is seconds, the speed of each cluster's devices relative to the device that
             was measured; 1 by default.
+        host_speeds: work a second of each host's devices, in the order of the topology; stands in for the types' speeds.
     """
 
     def __init__(
@@ -181,6 +188,7 @@ class CostModel:
         devices: Sequence[DeviceType],
         training: Training,
         speeds: Sequence[float] | None = None,
+        host_speeds: Sequence[float] | None = None,
     ) -> None:
         clusters = network.topology.clusters
         if len(devices) != len(clusters) or (speeds is not None and len(speeds) != len(clusters)):
@@ -195,6 +203,9 @@ class CostModel:
         host_cluster = np.asarray(network.cluster_of_host)
         self._host = np.asarray(network.host_of_device)
         self._speed = np.asarray(rates)[host_cluster]  # by host
+        if host_speeds is not None:
+            assert len(host_speeds) == len(network.hosts), (len(host_speeds), len(network.hosts))
+            self._speed = np.asarray([check_number(s, "a host's speed", positive=True) for s in host_speeds])
         self._memory = np.asarray([device.memory_bytes for device in devices])[host_cluster] * training.memory_share
         self._facts: dict[Layout, _LayoutFacts] = {}
         self._models: dict[tuple[int, bool], ModelCost] = {}
@@ -320,7 +331,7 @@ class CostModel:
             gather_of_stage.append(gathered)
             static[rank] += sum(self._static(run, place) for place in places)
             shards = layout.data if training.sharded_optimizer else 1
-            update[rank] += trained * training.update_s_per_byte / shards
+            update[rank] += trained * training.update_s_per_byte / shards * min(facts.speeds) / facts.speeds[rank]
             transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
@@ -336,6 +347,7 @@ class CostModel:
             activation_bytes=tuple(activations),
             routes=facts.routes,
             message_s=training.message_s,
+            blocking_sends=training.blocking_sends,
             reduce_s=tuple(reduce),
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
             reduce_cards=tuple(facts.groups[stage % ranks].cards for stage in range(partition.num_stages)),

@@ -22,6 +22,8 @@ from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 
 Axis = Literal["pipeline", "data_parallel", "tensor_parallel"]
+WHOLE_MODULE = "(whole module)"
+"""What a plan calls the layers of a module that is run whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.placement import clusters_of
+from lightning_holmes.plan.placement import Placement, clusters_of
 from lightning_holmes.plan.plan import Plan
 
 
@@ -15,6 +15,7 @@ def check_plan(
     plan: Plan,
     *,
     topology: Topology,
+    placement: Placement | None = None,
     layers: str | None = None,
     num_layers: int | None = None,
     source: str = "the plan",
@@ -22,6 +23,7 @@ def check_plan(
     """Raise ConfigurationError with every difference between what a plan was made for and what is here.
 
     Args:
+        placement: of the run that begins, if it is made: a launcher may have numbered the same hosts in another order.
         layers, num_layers: the model's layer list and its length; None where the model is not known yet.
         source: what messages call the plan.
     """
@@ -29,8 +31,9 @@ def check_plan(
     if plan.world_size != topology.num_devices:
         differences.append(f"it has {plan.world_size} ranks, {topology.described} has {topology.num_devices} devices")
     else:
+        placed = placement or plan.placement
         for rank in range(plan.pipeline_parallel_size):
-            here = "+".join(clusters_of(plan.placement, topology, rank))
+            here = "+".join(clusters_of(placed, topology, rank))
             if plan.clusters[rank] != here:
                 differences.append(f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {here}")
     if layers is not None and plan.layers != layers:

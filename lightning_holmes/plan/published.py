@@ -1,16 +1,21 @@
 """Published measurements, and what the cost model makes of them.
 
-It owns the tables (TFLOPS per A100, hardware FLOPs with recomputation) with their sources, and the fit of two
-constants: the share of peak that layers reach, and the share of the stated network bandwidth that transfers
-reach. They are fitted on the homogeneous InfiniBand rows of Holmes alone; all other rows are predicted.
+It owns the tables (TFLOPS per A100, hardware FLOPs with recomputation) with their sources, and the fit of one
+constant: the share of peak that matrix products reach. It is fitted on the homogeneous InfiniBand rows of Holmes alone; all
+other rows are predicted.
 
     fit = fit_efficiencies()
-    for row in predict_published(fit): print(row.row.name, row.predicted, row.error)
+    for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
+
+What physics says, and no row was asked: gradients are reduced in fp32 behind the backward, as Megatron-LM does for bf16
+(its arguments.py: "bfloat16 requires gradient accumulation and all-reduce to be done in fp32"); its 1F1B waits for every
+transfer between stages where it stands; cards and NVLink run at their stated rates; before FlashAttention (2022) the scores
+of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at the rate of the data sheet.
 
 What is assumed and not in the tables' sources: one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a
-host in Holmes (SEEDS: recalled), eight 200 Gbit/s InfiniBand cards a host in Megatron-LM; Holmes' global batch of 768;
-microbatches of 4 (Holmes) and 1 (Megatron-LM beyond 8 B, 4 up to there); gradients reduced in fp16 behind the backward;
-full recomputation. docs/planning.md prints every error and says what this cannot explain.
+host in Holmes (SEEDS: recalled), eight 200 Gbit/s InfiniBand cards a host in Megatron-LM; Holmes' global batch of 768 and its
+FlashAttention; microbatches of 4 (Holmes) and 1 (Megatron-LM beyond 8 B, 4 up to there); full recomputation.
+docs/planning.md prints every error and says what this cannot explain.
 """
 
 from __future__ import annotations
@@ -28,15 +33,21 @@ from lightning_holmes.plan.planner import predict
 from lightning_holmes.plan.route import Network
 
 _GBIT = 1e9 / 8
+_MEMORY_BYTES_PER_S = 2.039e12  # NVIDIA A100 80 GB data sheet, SXM
+# Of half-precision scores, counted: written by the product, read and written by softmax (fused with scale and mask) and by
+# dropout (with a mask of a byte), read by the next product. The backward passes each of these twice.
+_SCORE_FORWARD_BYTES, _SCORE_BACKWARD_BYTES = 13.0, 26.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One measurement. tflops: hardware TFLOPS per GPU; cards: network cards of a host; fitted: the fit may use it."""
+    """One measurement. tflops: hardware TFLOPS per GPU; bandwidth_bytes_per_s: of a host's cards together;
+    scores_in_memory: attention is not fused; fitted: the fit may use it."""
 
     name: str
     hidden: int
     layers: int
+    heads: int
     tensor: int
     pipeline: int
     hosts: int
@@ -46,6 +57,7 @@ class PublishedRow:
     bandwidth_bytes_per_s: float
     tflops: float
     source: str
+    scores_in_memory: bool = False
     fitted: bool = False
 
 
@@ -64,10 +76,9 @@ class PredictedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """The two constants, both shares of what data sheets state."""
+    """The constant: the share of the data sheet's peak that matrix products reach."""
 
     compute: float
-    network: float
 
 
 def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops: float) -> PublishedRow:
@@ -75,6 +86,7 @@ def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops:
         name=f"Holmes 3.6 B, {hosts} nodes, {kind}",
         hidden=3072,
         layers=30,
+        heads=32,
         tensor=1,
         pipeline=2,
         hosts=hosts,
@@ -89,12 +101,21 @@ def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops:
 
 
 def _megatron(
-    billions: str, hidden: int, layers: int, tensor: int, pipeline: int, gpus: int, batch: int, tflops: float
+    billions: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    tensor: int,
+    pipeline: int,
+    gpus: int,
+    batch: int,
+    tflops: float,
 ) -> PublishedRow:
     return PublishedRow(
         name=f"Megatron-LM {billions} B, {gpus} GPUs",
         hidden=hidden,
         layers=layers,
+        heads=heads,
         tensor=tensor,
         pipeline=pipeline,
         hosts=gpus // 8,
@@ -104,6 +125,7 @@ def _megatron(
         bandwidth_bytes_per_s=1600 * _GBIT,
         tflops=tflops,
         source="SC21, table 1",
+        scores_in_memory=True,
     )
 
 
@@ -114,11 +136,11 @@ PUBLISHED_ROWS: tuple[PublishedRow, ...] = (
     _holmes(8, "roce", 145),
     _holmes(4, "ethernet", 122),
     _holmes(8, "ethernet", 83),
-    _megatron("1.7", 2304, 24, 1, 1, 32, 512, 137),
-    _megatron("7.5", 4096, 36, 4, 1, 128, 512, 142),
-    _megatron("39.1", 8192, 48, 8, 2, 512, 1536, 138),
-    _megatron("145.6", 12288, 80, 8, 8, 1536, 2304, 148),
-    _megatron("529.6", 20480, 105, 8, 35, 2520, 2520, 163),
+    _megatron("1.7", 2304, 24, 24, 1, 1, 32, 512, 137),
+    _megatron("7.5", 4096, 36, 32, 4, 1, 128, 512, 142),
+    _megatron("39.1", 8192, 48, 64, 8, 2, 512, 1536, 138),
+    _megatron("145.6", 12288, 80, 96, 8, 8, 1536, 2304, 148),
+    _megatron("529.6", 20480, 105, 128, 8, 35, 2520, 2520, 163),
 )
 
 
@@ -153,11 +175,13 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     cards = (Nic(name="card", kind=row.kind, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s),)
     hosts = tuple(Host(name=f"h{index}", devices=8, nics=cards) for index in range(row.hosts))
     topology = Topology(clusters=(Cluster(name="all", hosts=hosts),))
-    network = Network(
-        topology, local_bytes_per_s=device.local_bytes_per_s * efficiencies.network, efficiency=efficiencies.network
+    network = Network(topology, local_bytes_per_s=device.local_bytes_per_s)
+    training = Training(
+        batch_samples=row.batch, gradient_ratio=2.0, state_ratio=6.0, blocking_sends=True, memory_share=1.0
     )
-    training = Training(batch_samples=row.batch, state_ratio=6.0, memory_share=1.0)
-    costs = CostModel(gpt_cost(row.hidden, row.layers), network, devices=(device,), training=training)
+    plain = gpt_cost(row.hidden, row.layers)
+    model = _with_scores(plain, row, device) if row.scores_in_memory else plain
+    costs = CostModel(model, network, devices=(device,), training=training)
     data = row.hosts * 8 // (row.tensor * row.pipeline)
     samples = row.batch // data
     run = RunShape(
@@ -168,28 +192,37 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         recomputation=True,
     )
     partition = make_self_adapting_partition(costs.balance(run, limit_memory=False))
-    predicted = predict(costs, run, partition)
-    return PredictedRow(row=row, predicted_tflops=predicted.flops_per_s_per_device / 1e12)
+    step_s = predict(costs, run, partition).step_s
+    recomputed = plain.with_recomputation()
+    flops = (recomputed.forward + recomputed.backward) * row.batch  # what the tables count, and no more
+    return PredictedRow(row=row, predicted_tflops=flops / step_s / (row.hosts * 8) / 1e12)
+
+
+def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> ModelCost:
+    """The model with the time that attention scores take on their way through memory, as work of the device."""
+    work = row.heads * float(model.tokens_per_sample or 0) ** 2 / _MEMORY_BYTES_PER_S * device.flops_per_s
+    layer = model.layers[0]
+    slower = replace(
+        layer,
+        forward=layer.forward + _SCORE_FORWARD_BYTES * work,
+        backward=layer.backward + _SCORE_BACKWARD_BYTES * work,
+    )
+    return replace(model, layers=(slower,) * model.num_layers)
 
 
 def fit_efficiencies(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> Efficiencies:
-    """The two constants with the least sum of squared relative errors on the rows that may be fitted.
-
-    A grid, refined three times; compute and network are both between 0.05 and 1.
-    """
+    """The constant with the least sum of squared relative errors on the rows that may be fitted; between 0.05 and 1."""
     fitted = [row for row in rows if row.fitted]
-    best = (float("inf"), Efficiencies(compute=0.5, network=0.5))
-    centre, width = (0.525, 0.525), 0.475
-    for _ in range(4):
-        steps = [width * step / 5 for step in range(-5, 6)]
-        for compute in {min(1.0, max(0.05, centre[0] + step)) for step in steps}:
-            for network in {min(1.0, max(0.05, centre[1] + step)) for step in steps}:
-                tried = Efficiencies(compute=compute, network=network)
-                loss = sum(predict_row(row, tried).error ** 2 for row in fitted)
-                if loss < best[0]:
-                    best = (loss, tried)
-        centre, width = (best[1].compute, best[1].network), width / 4
-    return best[1]
+
+    def loss(compute: float) -> float:
+        return sum(predict_row(row, Efficiencies(compute=compute)).error ** 2 for row in fitted)
+
+    low, high = 0.05, 1.0
+    for _ in range(5):  # a grid, refined
+        grid = [low + (high - low) * step / 10 for step in range(11)]
+        best = min(range(11), key=lambda index: loss(grid[index]))
+        low, high = grid[max(0, best - 1)], grid[min(10, best + 1)]
+    return Efficiencies(compute=(low + high) / 2)
 
 
 def predict_published(efficiencies: Efficiencies) -> tuple[PredictedRow, ...]:

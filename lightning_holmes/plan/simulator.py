@@ -50,6 +50,7 @@ class StepCosts:
         activation_bytes: by stage, its output for one microbatch; its gradient is as large.
         routes: (from rank, to rank). A pair that is missing costs nothing.
         message_s: seconds of the sender's own time that starting a transfer takes.
+        blocking_sends: a rank waits for what it sends to arrive, as in Megatron-LM's 1F1B; this package's runner does not.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
         reduce_cards: by stage, the cards that it goes through.
         update_s, gather_s: by rank, the optimizer's step; the gathering of sharded parameters that nothing hides.
@@ -64,6 +65,7 @@ class StepCosts:
     activation_bytes: tuple[float, ...] = ()
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     message_s: float = 0.0
+    blocking_sends: bool = False
     reduce_s: tuple[float, ...] = ()
     reduce_parts: tuple[int, ...] = ()
     reduce_cards: tuple[tuple[str, ...], ...] = ()
@@ -198,6 +200,9 @@ class _Simulation:
                 clock += costs.message_s
                 self.sequence += 1
                 heapq.heappush(self.queue, (clock, self.sequence, code, stage, microbatch, rank))
+                if costs.blocking_sends:
+                    cursor += 1
+                    break
             cursor += 1
         self.cursor[rank], self.clock[rank] = cursor, clock
 
@@ -224,6 +229,10 @@ class _Simulation:
             self.spans[source].append(Span("transfer", start, arrival, stage, microbatch))
         key = (_FORWARD if forward else _BACKWARD, target, microbatch)
         self.arrived[key] = (arrival, time)
+        if self.costs.blocking_sends:
+            self.waited[source] += arrival - time
+            self.clock[source] = arrival
+            self._go_on(source)
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -145,3 +146,37 @@ def test_what_cannot_be_profiled_is_named() -> None:
         profile_step(build_fake(lambda: Stack(look=True)), (torch.randn(5, 3), 0))
     with pytest.raises(UnsupportedModuleError, match="no real weights"):
         profile_step(build_fake(Stack), (torch.randn(5, 3), 0), mode="measure")
+
+
+class Counting(Stack):
+    """Keeps a metric, whose state is a tensor beside parameters and buffers, and reads a value of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update(batch.mean())
+        self.total = float(batch.sum())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_of_the_module_is_neither_changed_nor_made_fake() -> None:
+    module = Counting()
+    module.mean.update(torch.tensor(3.0))
+    state = copy.deepcopy(module.mean.metric_state)
+    profile_step(module, (torch.randn(5, 3), 0))
+    assert module.mean.metric_state.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in module.mean.metric_state.items())
+    assert float(module.mean.compute()) == 3.0
+
+
+def test_operators_may_be_charged_a_time_of_their_own() -> None:
+    plain = profile_step(Stack(), (torch.randn(5, 3), 0))
+    charged = profile_step(Stack(), (torch.randn(5, 3), 0), operator_s=1e-3)
+    assert all(layer.fixed_forward_s == 0 for layer in plain.layers)
+    seconds = [layer.fixed_forward_s for layer in charged.layers]
+    # a product, and the relu behind it, which is no layer's own; views cost nothing
+    assert seconds == pytest.approx([2e-3, 2e-3, 2e-3, 1e-3])
+    assert [layer.fixed_backward_s for layer in charged.layers] == pytest.approx([2 * s for s in seconds])
+    assert [layer.forward for layer in charged.layers] == [layer.forward for layer in plain.layers]

@@ -7,9 +7,10 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choose import WHOLE_MODULE, PlanOptions, make_plan
+from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.plan_options import PlanOptions
 
 AUTO = PlanOptions(
     pipeline_parallel_size="auto",

@@ -52,3 +52,22 @@ def test_differences_are_named(here: Topology, model: dict, words: list[str]) ->
         check_plan(PLAN, topology=here, source="old.yaml", **model)
     for word in ["old.yaml is not for this run", *words]:
         assert word in str(caught.value)
+
+
+def test_the_same_hosts_numbered_in_another_order_pass() -> None:
+    here = topology(east=2, west=2)
+    turned = Topology(
+        clusters=tuple(
+            Cluster(
+                name=cluster.name,
+                hosts=tuple(
+                    Host(name=host.name, devices=2, ranks=(2, 3) if cluster.name == "east" else (0, 1))
+                    for host in cluster.hosts
+                ),
+            )
+            for cluster in here.clusters
+        )
+    )
+    with pytest.raises(ConfigurationError, match="on cluster east, here that is west"):
+        check_plan(PLAN, topology=turned)
+    check_plan(PLAN, topology=turned, placement=Placement(((2, 3), (0, 1))))

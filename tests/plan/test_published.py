@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.plan.published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published
+from lightning_holmes.plan.published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published, predict_row
 
 FIT = fit_efficiencies()
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -22,7 +22,7 @@ def test_only_infiniband_rows_of_one_source_are_fitted() -> None:
 def test_the_documented_errors_are_the_models() -> None:
     text = DOCS.read_text(encoding="utf-8")
     fit = FIT
-    assert f"{fit.compute:.3f}" in text and f"{fit.network:.3f}" in text
+    assert f"({fit.compute:.3f})" in text
     rows = predict_published(fit)
     print()
     for entry in rows:
@@ -42,3 +42,16 @@ def test_flops_of_a_step_are_the_tables_formula() -> None:
     assert cost.forward + cost.backward == pytest.approx(
         96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
     )
+
+
+def test_every_prediction_is_within_a_sixth_of_its_measurement() -> None:
+    assert max(abs(entry.error) for entry in predict_published(FIT)) < 1 / 6
+
+
+def test_scores_in_memory_cost_the_most_where_the_model_is_narrow() -> None:
+    lost = {}
+    for row in PUBLISHED_ROWS:
+        if row.scores_in_memory:
+            fused = dataclasses.replace(row, scores_in_memory=False)
+            lost[row.hidden] = 1 - predict_row(row, FIT).predicted_tflops / predict_row(fused, FIT).predicted_tflops
+    assert list(lost.values()) == sorted(lost.values(), reverse=True) and min(lost.values()) > 0

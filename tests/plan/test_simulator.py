@@ -162,3 +162,15 @@ def test_large_pipelines_are_quick(ranks: int, name: str, chunks: int) -> None:
     taken = time.process_time() - start
     assert timeline.step_s > (64 * chunks + ranks - 1) * 3
     assert taken < 5.0, taken
+
+
+def test_a_rank_that_waits_for_its_sends_by_hand() -> None:
+    # forward 1 s, backward 2 s, a second on the way. Waiting: rank 1 goes on from 5 to 6 only when its gradient has arrived
+    routes = {(0, 1): Route(0.0, (("up", 1.0),)), (1, 0): Route(0.0, (("down", 1.0),))}
+    costs = StepCosts(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), activation_bytes=(1.0, 0.0), routes=routes)
+    blocking = dataclasses.replace(costs, blocking_sends=True)
+    assert [run("1f1b", c, 1, ranks=2).step_s for c in (costs, blocking)] == [8.0, 8.0]
+    assert [run("1f1b", c, 2, ranks=2).step_s for c in (costs, blocking)] == [11.0, 12.0]
+    assert (
+        run("1f1b", blocking, 2, ranks=2).exposed_s["pipeline"] > run("1f1b", costs, 2, ranks=2).exposed_s["pipeline"]
+    )

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "compiled": (lambda s: _fit(s, lambda: torch.compile(build())), ("avoid passing in compiled model",)),
     "never reaches": (lambda s: _fit(s, NeverReaches), ("NeverReaches", "blocks", "never")),
     "passes twice": (lambda s: _fit(s, PassesTwice), ("PassesTwice", "twice")),
-    "bypass": (lambda s: _fit(s, Bypasses), ("blocks", "layer 0", "after the last layer")),
+    "bypass": (lambda s: _fit(s, Bypasses, partition="uniform"), ("blocks", "layer 0", "after the last layer")),
     "reentrant": (lambda s: _fit(s, Reentrant), ("Reentrant", "use_reentrant=False")),
     "topology key": (lambda s: _topology(s, _GOOD + "colour: red\n"), ("colour", "line 5")),
     "topology value": (lambda s: _topology(s, _GOOD.replace("devices: 1", "devices: -1")), ("devices", "-1", "line 4")),

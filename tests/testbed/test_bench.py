@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.commands import bench
+from lightning_holmes.commands.bench_predict import run_bed
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
 from lightning_holmes.commands.benchmark.contenders.blind import node_order, stages_of, why_not
+from lightning_holmes.commands.benchmark.prediction import PredictionBed, PredictionCase
 from lightning_holmes.commands.benchmark.report import Report, Result
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.errors import ConfigurationError
@@ -98,3 +100,32 @@ def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
     ]
     for name in ("ddp", "ddp-fp16", "fsdp2", "holmes", "holmes-fast"):
         assert CONTENDERS[name].node_order(job_of(2, 2)) is None, f"{name}: nodes are numbered at random"
+
+
+@pytest.mark.usefixtures("testbed_works")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(200)
+def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:
+    workload = Workload(
+        hidden_size=64, num_layers=4, num_heads=2, sequence_length=32, batch_size=8, steps=3, warmup_steps=1
+    )
+    bed = PredictionBed(
+        name="small",
+        hosts=(1, 1),
+        cpu_shares=(1.0, 0.5),
+        fast="1gbit",
+        ethernet="100mbit",
+        cases=(
+            PredictionCase(
+                name="by count", workload=workload, arguments={"partition": "uniform", "num_microbatches": 4}
+            ),
+            PredictionCase(name="by cost", workload=workload, arguments={"num_microbatches": 4, "num_chunks": 1}),
+        ),
+    )
+    results = run_bed(bed, bench.make_topology, profile="measure", timeout_s=150, keep=tmp_path)
+    assert [result["name"] for result in results] == ["by count", "by cost"]
+    assert results[0]["layers"] == [2, 2] and results[1]["layers"][0] >= 2
+    for result in results:
+        assert result["predicted_s"] > 0 and result["measured_s"] > 0
+        assert len(result["timeline"]["seconds_by_kind"]) == 2 and result["timeline"]["predicted"] is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["by-cost.json", "by-count.json"]

@@ -1,0 +1,174 @@
+"""lightning-holmes bench --predict and --partitions: predictions held against runs on testbeds.
+
+    lightning-holmes bench --predict --output runs/predictions
+    lightning-holmes bench --predict --beds unequal slow-ethernet
+    lightning-holmes bench --partitions
+
+--predict runs every case of a bed (commands/benchmark/prediction.py) and compares the step that the strategy predicted before
+the first one with the measured one; runs that stand in the output folder are kept, so that beds can be run apart.
+--partitions tries all partitions of one model on hosts of unlike speed, and what the strategy chooses. Needs root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from lightning_holmes.cluster.testbed.bed import raise_if_failed
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.benchmark.prediction import (
+    PARTITION_BED,
+    PREDICTION_BEDS,
+    PredictionBed,
+)
+from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
+from lightning_holmes.commands.benchmark.report import show_seconds
+from lightning_holmes.commands.benchmark.workload import Workload
+from lightning_holmes.commands.testbed import parse_rate
+from lightning_holmes.errors import ConfigurationError
+
+_WORKER = "lightning_holmes.commands.benchmark.prediction_worker"
+_CPU_PERIOD_S = 0.01  # shorter than the default: a host with a share of a core is then closer to a slower core
+_AT_LEAST, _WITHIN = 1.25, 1.05
+
+
+def run_predictions(
+    names: Sequence[str] | None, make_topology: Any, *, output: Path, timeout_s: float, facts: dict[str, Any]
+) -> PredictionReport:
+    """Run the beds of these names (all by default), print and write; gives the report.
+
+    Args:
+        make_topology: of bench: sizes and rates to a topology.
+    """
+    beds = [bed for bed in PREDICTION_BEDS if names is None or bed.name in names]
+    unknown = sorted(set(names or ()) - {bed.name for bed in beds})
+    if unknown:
+        known = ", ".join(bed.name for bed in PREDICTION_BEDS)
+        raise ConfigurationError(f"--beds {unknown[0]}: there is no such bed; there are {known}")
+    report = PredictionReport.load(output, facts)
+    for bed in beds:
+        print(f"{bed.name}: {len(bed.cases)} runs", flush=True)
+        results = run_bed(bed, make_topology, profile="measure", timeout_s=timeout_s, keep=output / bed.name)
+        report.add(
+            [
+                PredictedRun(
+                    bed=bed.name,
+                    name=result["name"],
+                    model=_model(case.workload),
+                    layers=tuple(result["layers"]),
+                    predicted_s=result["predicted_s"],
+                    measured_s=result["measured_s"],
+                )
+                for result, case in zip(results, bed.cases, strict=True)
+                if result["predicted_s"] is not None
+            ]
+        )
+        for path in report.write(output):
+            print(f"written: {path}")
+    report.print()
+    return report
+
+
+def run_partitions(make_topology: Any, *, output: Path, timeout_s: float, facts: dict[str, Any]) -> dict[str, Any]:
+    """Try all partitions on the bed of unlike hosts; print and write what came out."""
+    results = run_bed(PARTITION_BED, make_topology, profile=None, timeout_s=timeout_s, keep=output / PARTITION_BED.name)
+    seconds = {result["name"]: result["measured_s"] for result in results}
+    tried = {name: taken for name, taken in seconds.items() if not name.startswith("self_adapting")}
+    best = min(tried, key=lambda name: tried[name])
+    chosen = seconds["self_adapting"]
+    data = {
+        **facts,
+        "seconds": seconds,
+        "layers": {result["name"]: result["layers"] for result in results},
+        "uniform_over_self_adapting": seconds["uniform"] / chosen,
+        "best": best,
+        "self_adapting_over_best": chosen / tried[best],
+    }
+    for result in results:
+        layers = ", ".join(map(str, result["layers"]))
+        print(f"{result['name']:24} layers {layers:8} {show_seconds(result['measured_s'])} s a step")
+    print(
+        f"self_adapting is {data['uniform_over_self_adapting']:.2f}x as fast as uniform (wanted: {_AT_LEAST}), and takes "
+        f"{data['self_adapting_over_best']:.2f}x the time of the best partition, {best} (wanted: {_WITHIN})"
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "partitions.json").write_text(json.dumps(data, indent=2) + "\n")
+    print(f"written: {output / 'partitions.json'}")
+    return data
+
+
+def run_bed(
+    bed: PredictionBed, make_topology: Any, *, profile: str | None, timeout_s: float, keep: Path | None = None
+) -> list[dict[str, Any]]:
+    """Run a bed's cases; what rank 0 wrote of each, with measured_s.
+
+    Args:
+        profile: the strategy's argument for all cases; None leaves it to them.
+        keep: a folder for the timelines.
+    """
+    topology: Topology = make_topology(
+        bed.hosts,
+        devices=1,
+        fast_bytes_per_s=parse_rate(bed.fast, source="fast"),
+        ethernet_bytes_per_s=parse_rate(bed.ethernet, source="ethernet"),
+    )
+    shares = {
+        host.name: share
+        for cluster, share in zip(topology.clusters, bed.cpu_shares, strict=True)
+        for host in cluster.hosts
+    }
+    num_hosts = sum(bed.hosts)
+    cases = [
+        {
+            "name": case.name,
+            "workload": case.workload.to_json(),
+            "arguments": {**({} if profile is None else {"profile": profile}), **case.arguments},
+        }
+        for case in bed.cases
+    ]
+    options = TestbedOptions(host_cpu_shares=shares, cpu_period_s=_CPU_PERIOD_S)
+    with Testbed(topology, options) as testbed, tempfile.TemporaryDirectory(prefix="holmes-bench-") as name:
+        folder = Path(name)
+        written = {"topology": topology.to_yaml(), "num_hosts": num_hosts, "cases": cases}
+        (folder / "bed.json").write_text(json.dumps(written))
+        results = testbed.torchrun(
+            ["-m", _WORKER, str(folder)],
+            nproc_per_node=1,
+            env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"},
+            folder=folder,
+            timeout_s=timeout_s,
+        )
+        raise_if_failed(results, timeout_s)
+        ranks: list[list[dict[str, Any]]] = [
+            json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_hosts)
+        ]
+    found = []
+    for of_ranks in zip(*ranks, strict=True):
+        first = next(entry for entry in of_ranks if "timeline" in entry)
+        measured = max(_undisturbed(entry["steps_s"]) for entry in of_ranks)
+        found.append({**first, "measured_s": measured})
+        if keep is not None:
+            _keep(keep, first)
+    return found
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: what else runs on the machine only adds."""
+    return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
+
+
+def _keep(folder: Path, result: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(c if c.isalnum() else "-" for c in str(result["name"]))
+    (folder / f"{name}.json").write_text(json.dumps({**result["timeline"], "notes": result["notes"]}))
+
+
+def _model(workload: Workload) -> str:
+    fields = dataclasses.asdict(workload)
+    return f"GPT {fields['hidden_size']} x {fields['num_layers']}, {fields['batch_size']} x {fields['sequence_length']}"

@@ -1,0 +1,150 @@
+"""What predicted runs gave: a table, JSON that later runs add to, and a scatter plot of predicted against measured.
+
+report = PredictionReport.load(folder, facts)
+report.add(bed_name, results)
+report.print()
+report.write(folder)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_holmes.commands.benchmark.report import load_figure_class, show_seconds
+
+_FILE = "predictions"
+_APART = 1.1  # plans that differ by more in measurement must be predicted in the same order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRun:
+    """One run. model: its size and batch, for plans of one task.
+
+    measured_s: the lower quartile of the slowest rank's steps: what else runs on the machine only adds to a step.
+    """
+
+    bed: str
+    name: str
+    model: str
+    layers: tuple[int, ...]
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the prediction was too slow."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class PredictionReport:
+    """All runs so far; facts about the machine and the command of the last ones."""
+
+    runs: list[PredictedRun] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, facts: dict[str, Any]) -> PredictionReport:
+        """What stands in a folder, to be added to; nothing if there is nothing."""
+        path = folder / f"{_FILE}.json"
+        if not path.exists():
+            return cls(facts=facts)
+        names = {entry.name for entry in dataclasses.fields(PredictedRun)}
+        runs = [{name: run[name] for name in names} for run in json.loads(path.read_text())["runs"]]
+        return cls(runs=[PredictedRun(**{**run, "layers": tuple(run["layers"])}) for run in runs], facts=facts)
+
+    def add(self, runs: Sequence[PredictedRun]) -> None:
+        """Add runs; one that stands already is replaced."""
+        new = {(run.bed, run.name) for run in runs}
+        self.runs = [run for run in self.runs if (run.bed, run.name) not in new] + list(runs)
+
+    @property
+    def median_error(self) -> float:
+        """Of the errors' sizes."""
+        return statistics.median(abs(run.error) for run in self.runs)
+
+    @property
+    def worst_error(self) -> float:
+        """The largest error's size."""
+        return max(abs(run.error) for run in self.runs)
+
+    def misordered(self) -> list[tuple[PredictedRun, PredictedRun]]:
+        """Pairs of plans for one model on one bed, more than 10 % apart, that are predicted in another order."""
+        return [
+            (one, other)
+            for one, other in itertools.permutations(self.runs, 2)
+            if (one.bed, one.model) == (other.bed, other.model)
+            and other.measured_s > _APART * one.measured_s
+            and other.predicted_s <= one.predicted_s
+        ]
+
+    def print(self) -> None:
+        """The table and its summary."""
+        table = Table(title="Steps, predicted before the first one and measured")
+        for title in ("bed", "run", "model", "layers"):
+            table.add_column(title)
+        for title in ("predicted", "measured", "error"):
+            table.add_column(title, justify="right")
+        for run in self.runs:
+            table.add_row(
+                run.bed,
+                run.name,
+                run.model,
+                ", ".join(map(str, run.layers)),
+                f"{show_seconds(run.predicted_s)} s",
+                f"{show_seconds(run.measured_s)} s",
+                f"{run.error:+.1%}",
+            )
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(table)
+        wrong = self.misordered()
+        console.print(
+            f"{len(self.runs)} runs: median error {self.median_error:.1%}, worst {self.worst_error:.1%}; "
+            f"{len(wrong)} pairs of plans in the wrong order"
+        )
+        for one, other in wrong:
+            console.print(f"  {one.name} was faster than {other.name}, and predicted slower", markup=False)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write predictions.json and predictions.png; their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        data = {
+            **self.facts,
+            "median_error": self.median_error,
+            "worst_error": self.worst_error,
+            "misordered": [[one.name, other.name] for one, other in self.misordered()],
+            "runs": [{**dataclasses.asdict(run), "error": run.error} for run in self.runs],
+        }
+        path = folder / f"{_FILE}.json"
+        path.write_text(json.dumps(data, indent=2) + "\n")
+        return [path, self._draw(folder / f"{_FILE}.png")]
+
+    def _draw(self, path: Path) -> Path:
+        figure = load_figure_class()(figsize=(6, 6), layout="constrained")
+        axes = figure.subplots()
+        largest = 1.15 * max(max(run.predicted_s, run.measured_s) for run in self.runs)
+        axes.plot([0, largest], [0, largest], color="gray", linewidth=1)
+        axes.fill_between([0, largest], [0, 0.8 * largest], [0, 1.2 * largest], color="gray", alpha=0.12, label="20 %")
+        for bed in dict.fromkeys(run.bed for run in self.runs):
+            mine = [run for run in self.runs if run.bed == bed]
+            axes.scatter([run.measured_s for run in mine], [run.predicted_s for run in mine], label=bed, s=28)
+        axes.set_xlim(0, largest)
+        axes.set_ylim(0, largest)
+        axes.set_xlabel("measured seconds a step")
+        axes.set_ylabel("predicted seconds a step")
+        axes.set_title(f"median error {self.median_error:.1%}, worst {self.worst_error:.1%}", fontsize=10)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)
+        return path

@@ -1,0 +1,86 @@
+"""PlanOptions: what the user has asked for, of what a plan decides. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The strategy's arguments that decide a plan. partition: the name of a rule, or layer counts."""
+
+    pipeline_parallel_size: int | Literal["auto"]
+    num_microbatches: int | Literal["auto"]
+    eval_num_microbatches: int | Literal["auto"]
+    schedule: str
+    num_chunks: int | Literal["auto"]
+    partition: str | Sequence[int]
+    layers: str
+    tensor_parallel_size: int = 1
+
+    @property
+    def leaves_open(self) -> bool:
+        """Whether costs could decide something: the layers of stages, microbatches or the schedule."""
+        rule = isinstance(self.partition, str) and self.partition != "uniform"
+        return rule or self.num_microbatches == "auto" or (self.schedule == "auto" and self.num_chunks in ("auto", 1))
+
+    @property
+    def largest_num_chunks(self) -> int:
+        """Chunks a rank for which there must be ways between pipeline ranks; 2 stands for any number above 1."""
+        if self.num_chunks != "auto":
+            return self.num_chunks
+        return 2 if self.schedule in ("auto", "interleaved_1f1b") else 1
+
+    def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
+        """The chunks that a list of layer counts means; None where a rule deals the layers."""
+        if isinstance(self.partition, str) or self.num_chunks != "auto":
+            return None
+        return max(1, len(self.partition) // pipeline_parallel_size)
+
+
+LEFT_OPEN = PlanOptions(
+    pipeline_parallel_size="auto",
+    num_microbatches="auto",
+    eval_num_microbatches="auto",
+    schedule="auto",
+    num_chunks="auto",
+    partition="self_adapting",
+    layers="auto",
+)
+"""The strategy's defaults."""
+
+
+def options_of_plan(plan: Plan, given: PlanOptions, *, source: str) -> PlanOptions:
+    """The options that lead to a saved plan again.
+
+    Args:
+        given: what the user has asked for beside it.
+        source: the plan's file.
+
+    Raises:
+        ConfigurationError: something was asked for that the plan decides.
+    """
+    asked = {
+        entry.name: getattr(given, entry.name)
+        for entry in fields(PlanOptions)
+        if getattr(given, entry.name) != getattr(LEFT_OPEN, entry.name)
+    }
+    if asked:
+        shown = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise ConfigurationError(f"plan={source!r} decides the layout, so leave out {shown}; or leave out the plan")
+    whole = plan.layers == WHOLE_MODULE
+    return PlanOptions(
+        pipeline_parallel_size=plan.pipeline_parallel_size,
+        num_microbatches=plan.num_microbatches,
+        eval_num_microbatches=plan.eval_num_microbatches,
+        schedule=plan.schedule,
+        num_chunks=plan.num_chunks,
+        partition="uniform" if whole else list(plan.partition.layer_counts),
+        layers="auto" if whole else plan.layers,
+        tensor_parallel_size=plan.tensor_parallel_size,
+    )

@@ -1,0 +1,56 @@
+"""Predictions held against runs: errors, order, and a folder that later runs add to."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.commands import bench
+from lightning_holmes.commands.benchmark.prediction import PARTITION_BED, PREDICTION_BEDS
+from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
+from lightning_holmes.errors import ConfigurationError
+
+
+def run(name: str, predicted: float, measured: float, *, bed: str = "bed", model: str = "GPT") -> PredictedRun:
+    return PredictedRun(bed=bed, name=name, model=model, layers=(2, 2), predicted_s=predicted, measured_s=measured)
+
+
+def test_errors_and_the_order_of_plans() -> None:
+    report = PredictionReport()
+    report.add([run("a", 1.1, 1.0), run("b", 1.0, 1.2), run("c", 1.25, 1.25), run("d", 3.0, 4.0, model="other")])
+    assert report.median_error == pytest.approx((0.1 + 1 / 6) / 2) and report.worst_error == pytest.approx(0.25)
+    # a was 20 % faster than b and predicted slower; b and c are too near each other; d is another model
+    assert [(one.name, other.name) for one, other in report.misordered()] == [("a", "b")]
+
+
+def test_a_folder_keeps_what_stands_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = PredictionReport(facts={"command": "x"})
+    report.add([run("a", 1.0, 1.0), run("b", 2.0, 2.0)])
+    for path in report.write(tmp_path):
+        assert path.exists()
+    later = PredictionReport.load(tmp_path, {"command": "y"})
+    later.add([run("b", 2.2, 2.0), run("a", 1.0, 2.0, bed="another")])
+    assert [(r.bed, r.name, r.predicted_s) for r in later.runs] == [
+        ("bed", "a", 1.0),
+        ("bed", "b", 2.2),
+        ("another", "a", 1.0),
+    ]
+    later.print()
+    assert "3 runs: median error 10.0%, worst 50.0%" in capsys.readouterr().out
+
+
+def test_the_beds_vary_what_the_predictions_must_bear() -> None:
+    cases = [(bed, case) for bed in PREDICTION_BEDS for case in bed.cases]
+    assert len(cases) >= 10 and len({(bed.name, case.name) for bed, case in cases}) == len(cases)
+    assert len({case.workload.hidden_size for _, case in cases}) >= 3
+    assert {case.arguments.get("schedule", "1f1b") for _, case in cases} >= {"1f1b", "gpipe"}
+    assert {case.arguments.get("num_chunks") for _, case in cases} >= {1, 2}
+    assert len({case.arguments["num_microbatches"] for _, case in cases}) >= 4
+    assert len({bed.ethernet for bed in PREDICTION_BEDS}) >= 2 and any(
+        len(set(b.cpu_shares)) > 1 for b in PREDICTION_BEDS
+    )
+    assert PARTITION_BED.cpu_shares[0] == 2 * PARTITION_BED.cpu_shares[1]
+
+
+def test_an_unknown_bed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--beds nowhere: there is no such bed; there are two-and-two"):
+        bench.main(["--predict", "--beds", "nowhere", "--output", str(tmp_path)])

@@ -1,0 +1,191 @@
+"""What "auto" and the rules of partition come to: the fastest candidate by simulation, within what the module allows."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
+from lightning_holmes.plan.cost_model import CostModel, Layout, Training
+from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import Partition, make_uniform_partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
+from lightning_holmes.plan.planner import predict
+from lightning_holmes.plan.route import Network
+
+LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e6, held_bytes=2e6)
+LAYOUT = Layout(pipeline=2, grid=((0,), (1,)))
+
+
+def costs(
+    *,
+    speeds: tuple[float, float] = (1.0, 1.0),
+    bandwidth: float = 1e12,
+    layers: int = 12,
+    head: float = 0.0,
+    memory: float = 1e12,
+    samples: int = 1,
+    **changes: Any,
+) -> CostModel:
+    """Two hosts in two clusters; a layer takes three seconds a sample at speed 1."""
+    card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=bandwidth)
+    clusters = tuple(Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(card,)),)) for name in ("east", "west"))
+    network = Network(Topology(clusters=clusters), local_bytes_per_s=1e12)
+    model = ModelCost(
+        unit="flops",
+        microbatch_samples=1,
+        layers=(LAYER,) * layers,
+        after=LayerCost(forward=head, backward=2 * head),
+        **changes,
+    )
+    device = DeviceType(name="host", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0)
+    return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=16), host_speeds=speeds)
+
+
+def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    choice = choose_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, batch_size=16, described="by hand")
+    assert choice.partition.layer_counts == (8, 4)
+    note = next(note for note in choice.notes if note.startswith("partition"))
+    assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
+    assert any("by hand" in note for note in choice.notes)
+    proportional = dataclasses.replace(options, partition="proportional")
+    assert choose_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT, batch_size=16).partition.layer_counts == (
+        8,
+        4,
+    )
+
+
+@pytest.mark.parametrize("head", [0.0, 2.5])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7)])
+def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], head: float) -> None:
+    model = costs(speeds=speeds, head=head, bandwidth=1e6)
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    choice = choose_by_costs(options, model, LAYOUT, batch_size=16)
+    assert choice.prediction is not None
+    every = [predict(model, choice.prediction.run, Partition((first, 12 - first))).step_s for first in range(1, 12)]
+    assert choice.prediction.step_s <= min(every) * 1.02
+
+
+def test_the_fastest_candidate_of_all_is_taken() -> None:
+    model = costs(speeds=(1.0, 1.0), bandwidth=2e6)
+    choice = choose_by_costs(LEFT_OPEN, model, LAYOUT, batch_size=16)
+    assert choice.prediction is not None
+    best = min(
+        choose_by_costs(
+            dataclasses.replace(LEFT_OPEN, num_microbatches=count, num_chunks=chunks), model, LAYOUT, batch_size=16
+        ).prediction.step_s  # type: ignore[union-attr]
+        for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
+    )
+    assert choice.prediction.step_s <= best * 1.06
+    assert any(note.startswith("num_microbatches: ") for note in choice.notes)
+    assert any(note.startswith("schedule: ") for note in choice.notes)
+
+
+def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
+    fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    assert fast.schedule == "interleaved_1f1b" and fast.num_chunks > 1
+    assert fast.partition.num_stages == 2 * fast.num_chunks
+    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)
+    assert slow.num_chunks == 1
+    refused = choose_by_costs(options, costs(), LAYOUT, batch_size=16, not_interleaved="it does not allow them")
+    assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
+    few = choose_by_costs(options, costs(layers=3), LAYOUT, batch_size=16)
+    assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
+
+
+def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)
+    assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
+    fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    assert fast.schedule == "1f1b", "as fast, and holds less"
+    blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
+    assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
+
+
+def test_what_is_said_stays() -> None:
+    options = dataclasses.replace(LEFT_OPEN, schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
+    choice = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    assert (choice.schedule, choice.num_microbatches, choice.partition.layer_counts) == ("gpipe", 4, (9, 3))
+    assert [note.split(":")[0] for note in choice.notes] == ["prediction"]
+    listed = dataclasses.replace(LEFT_OPEN, partition=[3, 3, 3, 3])
+    choice = choose_by_costs(listed, costs(), LAYOUT, batch_size=16)
+    assert (choice.schedule, choice.num_chunks) == ("interleaved_1f1b", 2)
+
+
+def test_cuts_that_lose_a_value_are_avoided_and_memory_only_warns() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    forbidden = (4, 5, 6)
+    choice = choose_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT, batch_size=16)
+    assert choice.partition.layer_counts in ((4, 8), (8, 4))
+    with pytest.raises(ConfigurationError, match="avoids the cuts"):
+        choose_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT, batch_size=16)
+    tight = choose_by_costs(options, costs(memory=1e6), LAYOUT, batch_size=16)
+    assert tight.partition == make_uniform_partition(12, 2)
+    assert any(note.startswith("memory: ") and "GiB" in note for note in tight.notes)
+
+
+def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
+    plain = choose_without_costs(
+        LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, reason="nothing is trained"
+    )
+    assert plain.partition.layer_counts == (6, 6) and plain.num_microbatches == 6
+    assert plain.notes[0] == "partition: 6, 6 layers, by count, since nothing is trained"
+    around = choose_without_costs(
+        LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[4, 5, 6]
+    )
+    assert around.partition.layer_counts in ((4, 8), (8, 4))
+    none = choose_without_costs(LEFT_OPEN, pipeline_parallel_size=2, num_layers=3, batch_size=6, forbidden_cuts=[0, 1])
+    assert none.partition == make_uniform_partition(3, 2), "the check of the partition names the value"
+    uniform = dataclasses.replace(LEFT_OPEN, partition="uniform")
+    kept = choose_without_costs(uniform, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[5])
+    assert kept.partition.layer_counts == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "expected"),
+    [(2, 16, (2, 4, 8, 16)), (2, 1, (1,)), (4, 3, (3,)), (2, 7, (7,)), (4, 13, (13,)), (3, 12, (3, 4, 6, 12))],
+)
+def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tuple[int, ...]) -> None:
+    counts = microbatch_counts(size, batch)
+    assert counts == expected
+    assert len(microbatch_counts(2, 720)) <= 8
+
+
+def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
+    former = choose_by_costs(LEFT_OPEN, costs(), LAYOUT, batch_size=16)
+    again = repeat_choice(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
+    assert again.partition == former.partition and again.num_microbatches == 3
+    assert again.notes == ("partition, schedule and microbatches: because",)
+
+
+PLAN = Plan(
+    pipeline_parallel_size=2,
+    data_parallel_size=1,
+    num_microbatches=4,
+    eval_num_microbatches=1,
+    schedule="1f1b",
+    num_chunks=1,
+    layers="layers",
+    partition=Partition((5, 4)),
+    placement=Placement(((0,), (1,))),
+    clusters=("east", "west"),
+)
+
+
+def test_a_plan_file_decides_all_and_takes_nothing_beside_it() -> None:
+    options = options_of_plan(PLAN, LEFT_OPEN, source="plan.yaml")
+    assert (options.partition, options.num_microbatches, options.layers) == ([5, 4], 4, "layers")
+    assert not options.leaves_open
+    with pytest.raises(
+        ConfigurationError, match=r"plan='plan.yaml' decides the layout, so leave out num_microbatches=2"
+    ):
+        options_of_plan(PLAN, dataclasses.replace(LEFT_OPEN, num_microbatches=2), source="plan.yaml")

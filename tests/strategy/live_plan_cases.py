@@ -1,0 +1,76 @@
+"""Runs whose plan is chosen from costs, on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from strategy_cases import Block, Classifier, Setting, build, numbers, samples
+from torch import nn
+
+from lightning_holmes import HolmesStrategy
+
+
+class Wide(nn.Module):
+    """A block that costs as much as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):  # both by FLOPs and by operators
+            x = torch.tanh(self.down(self.up(x)))
+        return x
+
+
+class Uneven(Classifier):
+    """Six blocks of which the first costs more than all others together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Wide(), *(Block() for _ in range(5))])
+
+
+class Looks(Uneven):
+    """Reads values where fake tensors have none, and would fail if it were run whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise_if_nan = float(batch[0].sum())
+        assert raise_if_nan == raise_if_nan
+        return super().training_step(batch, batch_idx)
+
+
+def chosen(payload: Any) -> dict[str, Any]:
+    """What plan comes of the options, and what a fit and a validation behind it give."""
+    classes = {"uneven": Uneven, "looks": Looks, "classifier": Classifier}
+    setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"])
+    module = build(classes[payload["module"]])
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(module, setting.loader(samples(32), 16))
+    strategy: Any = trainer.strategy
+    assert isinstance(strategy, HolmesStrategy)
+    plan, prediction = strategy.plan, strategy.prediction
+    trainer.validate(module, setting.loader(samples(16), 16), verbose=False)
+    return {
+        "layers": plan.partition.layer_counts,
+        "schedule": (plan.schedule, plan.num_chunks, plan.num_microbatches),
+        "notes": plan.notes,
+        "predicted_s": None if prediction is None else prediction.step_s,
+        "again": strategy.plan.partition.layer_counts,
+        "metrics": numbers(trainer.callback_metrics),
+        "plan": plan.to_yaml(),
+    }
+
+
+def refused(payload: Any) -> list[str]:
+    """The messages of plan files that do not fit this run."""
+    messages = []
+    for path in payload["plans"]:
+        setting = Setting(folder=Path(payload["folder"]), holmes={"plan": path})
+        try:
+            setting.trainer(max_epochs=1).fit(build(Classifier), setting.loader(samples(32), 16))
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("")
+    return messages

@@ -1,0 +1,79 @@
+"""Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import launch
+from live_plan_cases import Looks, Uneven
+from strategy_cases import Classifier, Setting, build, numbers, samples
+
+from lightning_holmes.plan.plan import Plan
+
+
+def plain_metrics(folder: Path, cls: Any) -> dict[str, float]:
+    setting = Setting(folder=folder)
+    module = build(cls)
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(module, setting.loader(samples(32), 16))
+    trainer.validate(module, setting.loader(samples(16), 16), verbose=False)
+    return numbers(trainer.callback_metrics)
+
+
+def run(folder: Path, module: str, **holmes: Any) -> list[dict[str, Any]]:
+    payload = {"folder": str(folder), "module": module, "holmes": {"pipeline_parallel_size": 2, **holmes}}
+    return launch(2, "live_plan_cases:chosen", payload, timeout_s=120)
+
+
+def note(result: dict[str, Any], name: str) -> str:
+    return next(note for note in result["notes"] if note.startswith(f"{name}: "))
+
+
+def test_layers_go_by_cost_and_a_validation_behind_keeps_them(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "uneven", num_chunks=1)
+    assert first["layers"] == second["layers"] == (1, 5)
+    assert first["again"] == (1, 5), "parameters stay where they are"
+    assert first["notes"] == second["notes"] and first["predicted_s"] == second["predicted_s"] > 0
+    assert "self_adapting" in note(first, "partition") and "FLOPs counted" in note(first, "prediction")
+    assert "the fastest by prediction" in note(first, "num_microbatches")
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
+
+
+def test_layers_may_be_timed_instead(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "uneven", num_microbatches=2, num_chunks=1, profile="measure")
+    assert first["layers"] == second["layers"] and sum(first["layers"]) == 6
+    assert "layers timed on every rank" in note(first, "prediction") and first["predicted_s"] > 0
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
+
+
+def test_where_everything_is_said_nothing_is_profiled(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "uneven", partition="uniform", num_microbatches=2, schedule="1f1b")
+    assert first["layers"] == (3, 3) and first["predicted_s"] is None
+    assert not any(text.startswith(("partition", "schedule", "num_microbatches")) for text in first["notes"])
+
+
+def test_a_step_that_reads_values_is_run_once_for_its_costs(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "looks", num_chunks=1)
+    assert first["layers"] == (1, 5)
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Looks), rel=1e-5)
+
+
+def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "classifier", partition=[1, 3], num_microbatches=2)
+    good, other_model, other_topology = (tmp_path / f"{name}.yaml" for name in ("good", "model", "topology"))
+    good.write_text(first["plan"])
+    other_model.write_text(first["plan"].replace("- 1\n- 3\n", "- 4\n- 3\n", 1))
+    other_topology.write_text(
+        first["plan"].replace("clusters:\n- cluster0\n- cluster0\n", "clusters:\n- east\n- west\n")
+    )
+    assert Plan.load(other_model).partition.num_layers == 7 and Plan.load(other_topology).clusters == ("east", "west")
+    payload = {"folder": str(tmp_path), "plans": [str(p) for p in (good, other_model, other_topology)]}
+    for messages in launch(2, "live_plan_cases:refused", payload, timeout_s=120):
+        assert messages[0] == ""
+        assert "ConfigurationError" in messages[1] and "deals 7 layers, this model has 4" in messages[1]
+        assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
+
+
+def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "classifier")
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
