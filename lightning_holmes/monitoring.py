@@ -164,10 +164,10 @@ def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
 
 
 def _note_signal_broadcast(trainer: Trainer, clock: StepClock) -> None:
-    """Count as waiting what Lightning's broadcast ahead of each batch waits for rank 0."""
+    """Count as waiting what the message ahead of each batch (signals.py's, or Lightning's own) waits for rank 0."""
     loop: Any = trainer.fit_loop.epoch_loop
     broadcast = getattr(loop, "_broadcast_sigterm_tensor", None)
-    if broadcast is None:
+    if broadcast is None or hasattr(broadcast, "noted"):
         return
 
     @functools.wraps(broadcast)
@@ -175,8 +175,16 @@ def _note_signal_broadcast(trainer: Trainer, clock: StepClock) -> None:
         with clock.noting("wait"):
             broadcast()
 
+    noted.noted = loop.__dict__.get("_broadcast_sigterm_tensor")  # type: ignore[attr-defined]
     loop._broadcast_sigterm_tensor = noted
 
 
 def _leave_signal_broadcast(trainer: Trainer) -> None:
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    """Put back what stood there."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    wrapper = loop.__dict__.get("_broadcast_sigterm_tensor")
+    if wrapper is None or not hasattr(wrapper, "noted"):
+        return
+    del loop._broadcast_sigterm_tensor
+    if wrapper.noted is not None:
+        loop._broadcast_sigterm_tensor = wrapper.noted
