@@ -1,13 +1,14 @@
 """A rank's gradients during a fit: gathered over microbatches, reduced, scaled, clipped; the pieces are optim's.
 
-gradients.begin()                          # before a batch's microbatches
-... backwards, with gradients.loss_scales(weights, accumulate) ...
+gradients.begin(last=True)                 # before a batch's microbatches; last: of an accumulation window
+... backwards, with gradients.start_loss_scales(weights, accumulate)(), gradients as the runner's listener ...
 gradients.end()                            # behind them; p.grad is empty now
 gradients.hand_over(last=True)             # inside Strategy.backward: p.grad is what the optimizer shall see
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -15,15 +16,86 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import sharded
+from lightning_holmes.comm.choice import check_collective
+from lightning_holmes.comm.compression import COMPRESSIONS
+from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
+from lightning_holmes.comm.sync_board import SyncBoard
+from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
-from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES, GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.replicated import check_replicated
+from lightning_holmes.optim.sync_chooser import SyncChooser
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import BEFORE
+from lightning_holmes.plan.placement import Placement, cluster_levels
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.sync_choice import SyncChoice
+
+GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+_LOOK_EVERY = 20  # windows between two looks at what other groups have changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How gradients gather and are summed; HolmesStrategy's arguments of the same names.
+
+    Raises:
+        ConfigurationError: one of them is impossible by itself.
+    """
+
+    gradient_sync: str = "auto"
+    bucket_bytes: int | Literal["auto"] = "auto"
+    grad_dtype: str | None = "fp32"
+    compression: str | None = None
+    powersgd_rank: int = 2
+
+    def __post_init__(self) -> None:
+        check_collective(self.gradient_sync)
+        for name, value in (("bucket_bytes", self.bucket_bytes), ("powersgd_rank", self.powersgd_rank)):
+            if (name, value) != ("bucket_bytes", "auto") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.grad_dtype not in GRAD_DTYPES:
+            raise ConfigurationError(f'grad_dtype={self.grad_dtype!r} is unknown; use "fp32", "bf16" or None')
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise ConfigurationError(
+                f"compression={self.compression!r} is unknown; use None or one of "
+                f"{', '.join(repr(name) for name in COMPRESSIONS)}"
+            )
+        if self.compression == "powersgd" and self.gradient_sync not in ("auto", "all_reduce"):
+            raise ConfigurationError(
+                f'gradient_sync={self.gradient_sync!r} deals out parts of a bucket, but compression="powersgd" needs its '
+                f'matrices whole; leave gradient_sync at "auto", or use compression="bf16"'
+            )
+
+    def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:
+        """What comes of the options on this placement, a line each. ``clusters``: that of each global rank.
+
+        Raises:
+            ConfigurationError: no group of it can use the collective that is asked for.
+        """
+        tensor_ranks = range(placement.tensor_parallel_size)
+        groups = [
+            placement.data_parallel_group(s, t) for s in range(placement.pipeline_parallel_size) for t in tensor_ranks
+        ]
+        if self.gradient_sync == "hierarchical" and not any(cluster_levels(ranks, clusters)[0] for ranks in groups):
+            raise ConfigurationError(
+                'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
+                'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
+            )
+        found = []
+        if self.gradient_sync != "auto" and placement.data_parallel_size == 1:
+            found.append(f"gradient_sync={self.gradient_sync!r} has nothing to do: there is one replica")
+        if self.compression is not None and all(len({clusters[r] for r in ranks}) == 1 for ranks in groups):
+            found.append(
+                f"compression={self.compression!r} has nothing to do: no gradients cross between clusters, inside which "
+                f"they are never compressed"
+            )
+        return found
 
 
 class Gradients:
@@ -31,14 +103,25 @@ class Gradients:
 
     Args:
         scaler: of ``precision="16-mixed"``, or None.
+        board: where groups tell how they sum; None where there are no groups.
     """
 
     def __init__(
-        self, pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device, *, scaler: Any
+        self,
+        pipeline: PipelineModule,
+        groups: ProcessGroups,
+        plan: Plan,
+        device: torch.device,
+        *,
+        scaler: Any,
+        options: GradientOptions | None = None,
+        board: SyncBoard | None = None,
     ) -> None:
+        options = options or GradientOptions()
         self._pipeline = pipeline
         self._groups = groups
         self._device = device
+        self._board = board
         parameters = _in_backward_order(pipeline, plan)
         shared = _shared_between_stages(pipeline, plan)
         # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
@@ -47,48 +130,133 @@ class Gradients:
         split = any(map(sharded.is_sharded, parameters.values()))
         self._buffer = GradBuffer(
             parameters,
-            flat=reduced or split or (low and plan.placement.world_size > 1),
+            flat=reduced or split or (low and plan.placement.world_size > 1) or options.grad_dtype != "fp32",
             data_parallel_size=plan.data_parallel_size,
+            bucket_bytes=DEFAULT_BUCKET_BYTES if options.bucket_bytes == "auto" else options.bucket_bytes,
+            grad_dtype=GRAD_DTYPES[options.grad_dtype],
             apart={name: ranks for ranks, names in shared.items() for name in names},
         )
+        self._lane = make_lane(device)
+        sync_groups = groups.gradients
         self._sync = GradSync(
             self._buffer,
-            groups.data_parallel,
-            {group: shared[ranks] for ranks, group in join_shared(groups, plan.placement, list(shared)).items()},
+            None,
+            None if sync_groups is None else sync_groups.whole,
+            self._lane,
+            replicas=groups.data_parallel,
+            shared_groups=join_shared(groups, plan.placement, list(shared)),
+            stages_of=_local_stages(pipeline),
+            stages=pipeline.stages,
         )
+        self._chooser = None
+        if sync_groups is not None:
+            self._chooser = SyncChooser(
+                self._buffer,
+                self._sync,
+                sync_groups,
+                self._lane,
+                stages=pipeline.stages,
+                collective=options.gradient_sync,
+                compression=options.compression,
+                powersgd_rank=options.powersgd_rank,
+                sizes_buckets=options.bucket_bytes == "auto",
+            )
         self._scale = None if scaler is None else LossScale(scaler, groups.pipeline, device)
-        self._copies_checked = False
+        self._copies_checked = groups.tensor_parallel is None
+        self._is_last = False
+        self._windows = 0
+        self.choices: list[SyncChoice] = []
+        """On rank 0: how each group sums its gradients, and what has changed since, in the order in which it was told."""
 
-    def begin(self) -> None:
-        """Let the backwards of a batch add to what has been gathered."""
+    def begin(self, *, last: bool) -> None:
+        """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window."""
+        anew = not self._buffer.is_open
+        if self._chooser is not None:
+            self._chooser.before_window()
         self._buffer.begin()
+        if anew and self._chooser is not None:
+            choice = self._chooser.in_empty_window(self._windows)
+            if choice is not None and self._board is not None and self._is_first_member:
+                self._board.post(self._group_name, choice)
+        self._is_last = last
+        self._sync.open(last=last and self._copies_checked)
 
     def end(self) -> None:
         """Take the gradients out of reach of ``zero_grad``, which Lightning calls between a step and its backward."""
         self._buffer.end()
 
-    def loss_scales(self, weights: Sequence[float], accumulated: int) -> list[float]:
+    # the runner's listener
+
+    def last_backward(self, stage: int) -> None:
+        """The last backward of the batch through ``stage`` begins."""
+        self._sync.last_backward(stage)
+
+    def backwards_done(self, stage: int) -> None:
+        """It has ended."""
+        self._sync.backwards_done(stage)
+
+    def actions_done(self) -> None:
+        """All backwards and sends of the batch are behind: begin to reduce what has not begun yet."""
+        if self._is_last and self._copies_checked:
+            self._sync.start_grad_sync()
+
+    def passed(self, name: str) -> None:
+        """The last backward has passed a parameter by other ways than autograd's accumulation."""
+        self._sync.passed(name)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Gather a gradient that ``torch.autograd.grad`` has returned, and say that it has passed."""
+        self._buffer.add(name, gradient)
+
+    def start_loss_scales(self, weights: Sequence[float], accumulated: int) -> Callable[[], list[float]]:
         """Each microbatch's share of the mean over all samples of a batch, all replicas and ``accumulated`` batches.
 
-        The ranks of the last stage call, all together.
+        The ranks of the last stage call, all together; what is returned waits for the other replicas.
         """
-        total = self._sync.sum_over_replicas(sum(weights), self._device)
-        if total == 0:
-            return [0.0 for _ in weights]
-        factor = 1.0 if self._scale is None else self._scale.factor()
-        return [weight / total / accumulated * factor for weight in weights]
+        total = self._sync.start_sum_over_replicas(sum(weights), self._device)
+
+        def finish() -> list[float]:
+            samples = total()
+            if samples == 0:
+                return [0.0 for _ in weights]
+            factor = 1.0 if self._scale is None else self._scale.factor()
+            return [weight / samples / accumulated * factor for weight in weights]
+
+        return finish
 
     def hand_over(self, *, last: bool) -> None:
         """Make what was gathered ``p.grad``; behind the ``last`` batch of a window it is reduced first. All ranks call."""
         if not self._copies_checked:
             self._copies_checked = True
             check_replicated(self._buffer, self._groups.tensor_parallel, self._device)
+            if last:
+                self._sync.start_grad_sync()
         if last:
-            self._sync.start_grad_sync()
             self._sync.finish_grad_sync()
+            self._windows += 1
+            self._look_at_board()
         self._buffer.expose(last=last)
         if last and self._scale is not None:
             self._scale.agree(self._buffer.parameters.values())
+
+    @property
+    def _is_first_member(self) -> bool:
+        return self._groups.data_parallel_rank == 0 and self._groups.tensor_parallel_rank == 0
+
+    @property
+    def _group_name(self) -> str:
+        return str(self._groups.pipeline_rank)
+
+    def _look_at_board(self) -> None:
+        board = self._board
+        if board is None or self._groups.builder.rank != 0:
+            return
+        if board.is_complete and self._windows % _LOOK_EVERY:
+            return
+        for choice in board.read():
+            self.choices.append(choice)
+            when = f"Before batch {choice.step}: " if choice.step else ""
+            print(f"{when}{choice.describe()}", flush=True)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
@@ -116,8 +284,9 @@ class Gradients:
             )
 
     def close(self) -> None:
-        """Let go of buffers and hooks."""
+        """Let go of buffers, hooks and the lane."""
         self._buffer.close()
+        self._lane.close()
 
 
 def _in_backward_order(pipeline: PipelineModule, plan: Plan) -> dict[str, nn.Parameter]:
@@ -133,6 +302,17 @@ def _in_backward_order(pipeline: PipelineModule, plan: Plan) -> dict[str, nn.Par
         readers = structure.readers
         parameters.sort(key=lambda named: -min(readers.get(named[0]) or (BEFORE,)))
     return dict(parameters)
+
+
+def _local_stages(pipeline: PipelineModule) -> dict[str, set[int]]:
+    """For each parameter the stages of this rank that read it."""
+    structure = pipeline.structure
+    if structure is None:
+        return {}
+    return {
+        name: set(structure.stages_of(pipeline.partition, name)) & set(pipeline.stages)
+        for name in pipeline.local_parameters
+    }
 
 
 def _shared_between_stages(pipeline: PipelineModule, plan: Plan) -> dict[tuple[int, ...], list[str]]:

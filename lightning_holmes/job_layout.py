@@ -24,6 +24,7 @@ from lightning_holmes.plan.placement import (
     Placement,
     alternatives,
     choose_pipeline_size,
+    cluster_levels,
     crossing_groups,
     make_placement,
 )
@@ -99,11 +100,13 @@ def lay_out_job(
     job: Job,
     facts: Mapping[str, str],
     tensor_parallel_size: int = 1,
+    activation_dtype: torch.dtype | None = None,
 ) -> JobLayout:
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
 
     ``largest_num_chunks``: ways between pipeline ranks are made for so many chunks a rank, if ``num_chunks`` is open.
     ``facts``: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
+    ``activation_dtype``: in which tensors between stages travel from one cluster to another; None: as they are.
 
     Raises:
         ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
@@ -144,7 +147,13 @@ def lay_out_job(
     ]
     pairs = edge_pairs(size, largest_num_chunks if size > 1 else 1)
     edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
-    own = [group for group in (*replicas, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1]
+    clusters = [cluster.name for cluster, _ in topology.places()]
+    if activation_dtype is not None and all(clusters[a] == clusters[b] for a, b in edges):
+        notes.append(f"activation_dtype={activation_dtype} has nothing to do: no stages send to another cluster")
+    levels = [members for ranks in replicas for level in cluster_levels(ranks, clusters) for members in level]
+    own = [
+        group for group in (*replicas, *levels, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1
+    ]
     # before anything is sent over WORLD: NCCL reads its variables with its first communicator
     set_own(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])
@@ -152,7 +161,7 @@ def lay_out_job(
     builder = GroupBuilder(
         rank=job.rank, backend=job.backend, device=job.device, timeout=job.timeout, transports=transports
     )
-    groups = build_process_groups(placement, builder, pairs=pairs)
+    groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=activation_dtype)
     return JobLayout(
         topology=topology,
         placement=placement,

@@ -11,7 +11,7 @@ thing to do with a new module.
 import io
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -342,8 +342,8 @@ class _Cast:
         """Run one step on all ranks, taking turns."""
         training = step_name == "training_step"
 
-        def scales(weights: Sequence[float]) -> list[float]:
-            return [w / (sum(weights) or 1.0) for w in weights]
+        def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
+            return lambda: [w / (sum(weights) or 1.0) for w in weights]
 
         pending = {}
         for rank, driver in enumerate(self.drivers):

@@ -45,11 +45,12 @@ from lightning_holmes.comm import sharded
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.mesh import ProcessGroups, release
+from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.comm.transport import UserSettings
 from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.grad_norm import GradNormExchange
-from lightning_holmes.gradients import Gradients
+from lightning_holmes.gradients import GradientOptions, Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.live_plan import LivePlan, PlanRequest, ProfileKind, decide
@@ -71,6 +72,7 @@ from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.signals import BatchSignals
 from lightning_holmes.torch_private import default_store
 
@@ -105,6 +107,14 @@ class HolmesStrategy(CheckpointingStrategy):
         save_distributed_checkpoint: write each checkpoint as a folder, every rank its part; False: as one file that
             plain Lightning reads. "auto" is True for more than one process. Either is read in any layout.
         async_checkpoint: copy the state, and write it while training goes on.
+        gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
+            "auto" measures which is the fastest for each group (see docs/gradient-sync.md).
+        bucket_bytes: of gradients that are summed together while the backward goes on; "auto" measures the link.
+        grad_dtype: in which gradients gather: "fp32", "bf16", or None for the parameters' own type. Double precision
+            stays.
+        compression: of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
+            columns; not exact.
+        activation_dtype: "bf16": activations and their gradients cross between clusters rounded to it; not exact.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.monitoring``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
@@ -135,6 +145,12 @@ class HolmesStrategy(CheckpointingStrategy):
         broadcast_batch: bool = False,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_checkpoint: bool = False,
+        gradient_sync: str = "auto",
+        bucket_bytes: int | Literal["auto"] = "auto",
+        grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
+        compression: Literal["bf16", "fp16", "powersgd"] | None = None,
+        powersgd_rank: int = 2,
+        activation_dtype: Literal["bf16"] | None = None,
         monitor: bool | int = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -172,6 +188,16 @@ class HolmesStrategy(CheckpointingStrategy):
             self._options = options_of_plan(self._given_plan, self._options, source=str(plan))
         self._profile: ProfileKind = profile
         self._live: LivePlan | None = None
+        self._gradient_options = GradientOptions(
+            gradient_sync=gradient_sync,
+            bucket_bytes=bucket_bytes,
+            grad_dtype=grad_dtype,
+            compression=compression,
+            powersgd_rank=powersgd_rank,
+        )
+        if activation_dtype not in (None, "bf16"):
+            raise ConfigurationError(f'activation_dtype={activation_dtype!r} is unknown; use "bf16" or None')
+        self._activation_dtype = None if activation_dtype is None else torch.bfloat16
         self._broadcast_batch = broadcast_batch
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -339,6 +365,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 largest_num_chunks=self._options.largest_num_chunks,
                 job=job,
                 facts=self._argument_facts(topology),
+                activation_dtype=self._activation_dtype,
             )
             self._placement, self._groups = self._layout.placement, self._layout.groups
             # not at teardown: metrics and checkpoints use them after a run
@@ -436,10 +463,12 @@ class HolmesStrategy(CheckpointingStrategy):
         samples = self._samples(trainer)
         lesson = self._learn(samples)
         structure = lesson.structure
+        clusters = [cluster.name for cluster, _ in layout.topology.places()]
+        notes = self._gradient_options.notes(self._placement, clusters) if fitting else []
         self._check_given_plan(layout.topology, structure)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
-        self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts)
+        self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts, notes=notes)
         self._plan = self._live.plan
         self._pipeline = PipelineModule(
             module,
@@ -469,7 +498,15 @@ class HolmesStrategy(CheckpointingStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self._gradients = Gradients(self._pipeline, self._groups, self._plan, self.root_device, scaler=scaler)
+            self._gradients = Gradients(
+                self._pipeline,
+                self._groups,
+                self._plan,
+                self.root_device,
+                scaler=scaler,
+                options=self._gradient_options,
+                board=self._make_board(),
+            )
             self._gradients.take_over_clipping(self.precision_plugin)
         self._driver = StepDriver(
             self._pipeline,
@@ -496,6 +533,19 @@ class HolmesStrategy(CheckpointingStrategy):
         agreement.share_random_state(self._groups)
         self._state.watch()
 
+    def _make_board(self) -> SyncBoard | None:
+        """Where groups of replicas tell rank 0 how they sum their gradients."""
+        if self.data_parallel_size == 1 or self._placement is None:
+            return None
+        store = default_store()
+        run = store.add(f"holmes_gradient_sync_runs/{self.global_rank}", 1)  # the same number on all ranks
+        return SyncBoard(store, run=run, groups=[str(s) for s in range(self._placement.pipeline_parallel_size)])
+
+    @property
+    def gradient_sync_choices(self) -> list[SyncChoice]:
+        """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices behind."""
+        return [] if self._gradients is None else list(self._gradients.choices)
+
     def _show_whole_module_to_callbacks(self, trainer: "pl.Trainer") -> None:
         """Let averages of weights and norms of gradients cover all stages."""
         assert self._pipeline is not None and self._groups is not None and self._groups.pipeline is not None
@@ -512,6 +562,8 @@ class HolmesStrategy(CheckpointingStrategy):
             "topology": topology.to_yaml(),
             **dataclasses.asdict(self._options),
             "profile": self._profile,
+            **dataclasses.asdict(self._gradient_options),
+            "activation_dtype": self._activation_dtype,
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,
             "save_distributed_checkpoint": self._keeper.distributed,
@@ -546,7 +598,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 context=self._step_context,
             )
 
-    def _decide(self, batch: Any, lesson: Lesson, *, predicts: bool) -> LivePlan:
+    def _decide(self, batch: Any, lesson: Lesson, *, predicts: bool, notes: Sequence[str]) -> LivePlan:
         """The plan of the run that begins."""
         assert self.lightning_module is not None and self._layout is not None and self._builder is not None
         return decide(
@@ -555,7 +607,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 batch=batch,
                 lesson=lesson,
                 options=self._options,
-                layout=self._layout,
+                layout=dataclasses.replace(self._layout, notes=(*self._layout.notes, *notes)),
                 profile=self._profile,
                 splitter=self._splitter,
                 device=self.root_device,
@@ -673,9 +725,9 @@ class HolmesStrategy(CheckpointingStrategy):
         self._last_step = step
         if self._clock is not None:
             self._clock.begin_step(step)
-        self._gradients.begin()
+        self._gradients.begin(last=not self._accumulating)
         result = self._run(
-            "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._scale_losses
+            "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales
         )
         self._gradients.end()
         output = result.output
@@ -683,9 +735,9 @@ class HolmesStrategy(CheckpointingStrategy):
             loss_of(output, "training_step")
         return output
 
-    def _scale_losses(self, weights: Sequence[float]) -> list[float]:
+    def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float]]:
         assert self._gradients is not None
-        return self._gradients.loss_scales(weights, self._trainer.accumulate_grad_batches)
+        return self._gradients.start_loss_scales(weights, self._trainer.accumulate_grad_batches)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("validation_step", *args, *kwargs.values())
@@ -715,7 +767,7 @@ class HolmesStrategy(CheckpointingStrategy):
         arguments: tuple[Any, ...],
         num_microbatches: int,
         place: tuple[int, ...],
-        loss_scales: Callable[[Sequence[float]], Sequence[float]] | None,
+        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None,
     ) -> StepResult:
         assert self._driver is not None and self.lightning_module is not None
         request = StepRequest(
@@ -727,6 +779,7 @@ class HolmesStrategy(CheckpointingStrategy):
             replica=self.data_parallel_rank,
             context=functools.partial(self._step_context, step_name),
             loss_scales=loss_scales,
+            listener=self._gradients if loss_scales is not None else None,
         )
         result = self._driver.run(request)
         if step_name in self._state_each_batch:

@@ -71,6 +71,7 @@ class Edges(Protocol):
 class _PostedReceive:
     tensors: list[Tensor]
     works: list[Any]
+    dtypes: list[torch.dtype]
 
     def ready(self) -> bool:
         return True
@@ -78,7 +79,7 @@ class _PostedReceive:
     def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
-        return self.tensors
+        return [tensor.to(dtype) for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)]
 
 
 class DistributedEdges:
@@ -91,6 +92,7 @@ class DistributedEdges:
         incoming: likewise for those it receives from.
         messages: a gloo group of all ``ranks``.
         device: where arriving tensors are put.
+        narrowed: by rank, the type in which tensors of more bits travel to it and from it; not exact.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class DistributedEdges:
         incoming: Mapping[int, dist.ProcessGroup],
         messages: dist.ProcessGroup,
         device: torch.device,
+        narrowed: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -110,21 +113,29 @@ class DistributedEdges:
         self._incoming = incoming
         self._messages = messages
         self._device = device
+        self._narrowed = dict(narrowed or {})
         self._in_flight: list[tuple[Any, Tensor]] = []
         self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         self._in_flight = [(work, data) for work, data in self._in_flight if not work.is_completed()]
         for tensor in tensors:
-            data = tensor.detach().contiguous()
+            data = tensor.detach().to(self._travelling(tensor.dtype, destination)).contiguous()
             work = dist.isend(data, self.ranks[destination], group=self._outgoing[destination])
             self._in_flight.append((work, data))
 
     def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
+        tensors = [
+            torch.empty(spec.shape, dtype=self._travelling(spec.dtype, source), device=self._device) for spec in specs
+        ]
         group = self._incoming[source]
         works = [dist.irecv(t, self.ranks[source], group=group) for t in tensors]
-        return _PostedReceive(tensors, works)
+        return _PostedReceive(tensors, works, [spec.dtype for spec in specs])
+
+    def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
+        """The type in which a tensor of ``dtype`` goes to or comes from ``rank``."""
+        narrow = self._narrowed.get(rank)
+        return narrow if narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

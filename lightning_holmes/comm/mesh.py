@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.comm.collectives import SyncGroups
 from lightning_holmes.comm.edges import DistributedEdges
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
 from lightning_holmes.comm.transport import GroupTransports
-from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.placement import Placement, cluster_levels
 from lightning_holmes.torch_private import nccl_options
 
 
@@ -115,6 +116,7 @@ class GroupBuilder:
 class ProcessGroups:
     """One rank's groups; None where a group would have one member. ``builder`` makes further ones.
 
+    ``gradients``: over which gradients are summed while other things go over ``data_parallel``.
     ``tensor_edges``: for messages between the ranks of a tensor group; no tensors go over them.
     """
 
@@ -127,6 +129,7 @@ class ProcessGroups:
     tensor_parallel_rank: int = 0
     tensor_parallel: dist.ProcessGroup | None = None
     tensor_edges: DistributedEdges | None = None
+    gradients: SyncGroups | None = None
 
 
 def release(owned: list[dist.ProcessGroup]) -> None:
@@ -139,17 +142,25 @@ def release(owned: list[dist.ProcessGroup]) -> None:
 
 
 def build_process_groups(
-    placement: Placement, builder: GroupBuilder, *, pairs: Iterable[tuple[int, int]]
+    placement: Placement,
+    builder: GroupBuilder,
+    *,
+    pairs: Iterable[tuple[int, int]],
+    clusters: Sequence[str] | None = None,
+    activation_dtype: torch.dtype | None = None,
 ) -> ProcessGroups:
     """Create and warm up the groups of a rank. Every rank of WORLD must call, with the same arguments.
 
-    ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors.
+    ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors. ``clusters``: that of each rank;
+    None: all are in one. ``activation_dtype``: in which tensors between stages travel from one to another.
     """
     pipeline_rank, data_parallel_rank, tensor_parallel_rank = placement.coordinate(builder.rank)
-    data_parallel = None
+    data_parallel = gradients = None
     for stage_rank, part in _product(placement.pipeline_parallel_size, placement.tensor_parallel_size):
         ranks = placement.data_parallel_group(stage_rank, part)
-        data_parallel = builder.build(ranks, f"holmes_data_parallel_{stage_rank}_{part}") or data_parallel
+        made = builder.build(ranks, f"holmes_data_parallel_{stage_rank}_{part}")
+        summed = _build_sync_groups(ranks, builder, f"{stage_rank}_{part}", data_parallel=made, clusters=clusters)
+        data_parallel, gradients = made or data_parallel, summed or gradients
     tensor_parallel = tensor_messages = None
     for stage_rank, replica in _product(placement.pipeline_parallel_size, placement.data_parallel_size):
         ranks = placement.tensor_parallel_group(stage_rank, replica)
@@ -174,13 +185,19 @@ def build_process_groups(
                 incoming[source] = made
     edges = None
     if messages is not None:
+        own = placement.pipeline_group(data_parallel_rank, tensor_parallel_rank)
         edges = DistributedEdges(
-            placement.pipeline_group(data_parallel_rank, tensor_parallel_rank),
+            own,
             pipeline_rank,
             outgoing=outgoing,
             incoming=incoming,
             messages=messages,
             device=builder.device,
+            narrowed={
+                peer: activation_dtype
+                for peer, rank in enumerate(own)
+                if activation_dtype is not None and clusters is not None and clusters[rank] != clusters[builder.rank]
+            },
         )
     tensor_edges = None
     if tensor_messages is not None:
@@ -202,7 +219,37 @@ def build_process_groups(
         tensor_parallel_rank=tensor_parallel_rank,
         tensor_parallel=tensor_parallel,
         tensor_edges=tensor_edges,
+        gradients=gradients,
     )
+
+
+def _build_sync_groups(
+    ranks: Sequence[int],
+    builder: GroupBuilder,
+    name: str,
+    *,
+    data_parallel: dist.ProcessGroup | None,
+    clusters: Sequence[str] | None,
+) -> SyncGroups | None:
+    """The groups that sum the gradients of ``ranks``; None on other ranks and for a single one.
+
+    By gloo a thread of its own sums them, so they have a group of their own: two threads would mix up the order of what
+    goes over one. By NCCL they share ``data_parallel``: a communicator takes memory of the device, and streams keep order.
+    """
+    if len(ranks) < 2:
+        return None
+    whole = builder.build(ranks, f"holmes_gradients_{name}") if builder.backend == "gloo" else data_parallel
+    places = ["" for _ in range(max(ranks) + 1)] if clusters is None else clusters
+    inside = across = None
+    in_clusters, over_clusters = cluster_levels(ranks, places)
+    for number, members in enumerate(in_clusters):
+        inside = builder.build(members, f"holmes_gradients_{name}_inside_{number}") or inside
+    for number, members in enumerate(over_clusters):
+        across = builder.build(members, f"holmes_gradients_{name}_across_{number}") or across
+    if whole is None:
+        return None
+    crosses = len({places[rank] for rank in ranks}) > 1
+    return SyncGroups(whole=whole, ranks=tuple(ranks), crosses=crosses, inside=inside, across=across)
 
 
 def _product(first: int, second: int) -> list[tuple[int, int]]:

@@ -66,9 +66,11 @@ class GradBuffer:
         flat: keep flat buckets for reductions. Without them (a rank on its own, no sharded parameters), gradients
             stay the tensors that autograd made, which costs neither memory nor time.
         data_parallel_size: what the length of each bucket is a multiple of.
-        bucket_bytes: at which size a bucket is full; a larger parameter has one for itself.
+        bucket_bytes: at which size a bucket is full; a larger parameter has one for itself. May be changed until
+            the buckets are laid out.
         grad_dtype: of the buckets; None: the parameter's own. Types of higher precision keep their own.
-        apart: by name, what sets a parameter apart; unlike ones share no bucket, and their buckets come last.
+        apart: by name, what sets a parameter apart; unlike ones share no bucket, and their buckets come last. They are
+            cut alike whatever ``bucket_bytes`` is, since other stages, with another size, have them, too.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class GradBuffer:
         self._trainable: tuple[str, ...] = ()
         self._touched: set[str] = set()
         self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window has begun that :meth:`expose` has not closed yet."""
+        return self._open
 
     def begin(self) -> None:
         """Start a batch: zero the buckets if a new window begins, and let autograd accumulate into them."""
@@ -247,7 +254,8 @@ class GradBuffer:
             )
             size = sharded.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
             names, total = filling.get(kind, ([], 0))
-            if not names or total + size > self.bucket_bytes:
+            full = self.bucket_bytes if self._apart.get(name) is None else DEFAULT_BUCKET_BYTES
+            if not names or total + size > full:
                 names, total = [], 0
                 done.append(names)
             names.append(name)

@@ -1,63 +1,234 @@
 """Gradient synchronisation: sums a rank's gathered gradients with those of its replicas and of other stages.
 
-This version reduces after the backward; ``start_grad_sync`` and ``finish_grad_sync`` are the seam at which
-a later one overlaps.
+A bucket's reduction starts as soon as the last backward of a window has passed all of its parameters, and runs in a lane
+of its own while the rest of the backward goes on. Buckets are reduced in their order, the same on all replicas: one
+that is ready waits for those before it. What the stages of a pipeline share is summed over them first, and so comes last.
+Behind the buckets go the flags (which parameters were reached) with the notes of grad_buffer.py.
+
+    sync.open(last=True)                # before the backwards of the last batch of a window
+    sync.last_backward(stage)           # the runner tells
+    ... hooks of the buffer tell sync.passed(name)
+    sync.backwards_done(stage)
+    sync.start_grad_sync()              # whatever has not started yet
+    sync.finish_grad_sync()
+
+A parameter that autograd reaches twice in a backward (a module in two segments of reentrant activation checkpointing)
+may be launched too early. What comes too late is kept aside, told to all replicas with the flags, summed by itself, and
+from then on nothing is launched before the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.comm.collectives import Collective
+from lightning_holmes.comm.lane import Lane, Ticket
+from lightning_holmes.optim.grad_buffer import NOTE_DRIFT, NOTE_LATE, Bucket, GradBuffer
+from lightning_holmes.plan.sync_choice import DriftWatch
 
 
 class GradSync:
-    """All-reduces ``buffer`` over ``data_parallel_group`` and shared parameters over their stages.
+    """Sums ``buffer`` over replicas, and shared parameters over their stages.
 
     Args:
         buffer: the rank's gradients; loss weights already divide by the samples of all replicas, so sums
             are what is wanted.
-        data_parallel_group: the ranks with the same stages; None if there is one replica.
-        shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the
-            group and the names, in the same order on all of them.
+        collective: what sums a bucket over the replicas; None if there is one replica. It may be exchanged between windows.
+        flags_group: the replicas, for the flags; None likewise. Nothing but what runs in ``lane`` goes over it.
+        lane: where collectives run.
+        replicas: a group of the replicas for what does not run in the lane; None if there is one.
+        shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the group. Buckets
+            that are ``apart`` by such a set are summed over it.
+        stages_of: of each parameter, the stages of this rank that read it; where it has no entry, ``stages``.
+        stages: those of this rank.
     """
 
     def __init__(
         self,
         buffer: GradBuffer,
-        data_parallel_group: dist.ProcessGroup | None,
-        shared_groups: Mapping[dist.ProcessGroup, list[str]] | None = None,
+        collective: Collective | None,
+        flags_group: dist.ProcessGroup | None,
+        lane: Lane,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        stages_of: Mapping[str, Collection[int]] | None = None,
+        stages: Sequence[int] = (0,),
     ) -> None:
+        self.collective = collective
+        self.watch = DriftWatch()
+        self.overlaps = True
+        """Whether reductions may start before the backward has ended."""
+        self.drifted = False
+        """Whether some replica has seen the times drift; alike on all of them once a window is finished."""
         self._buffer = buffer
-        self._group = data_parallel_group
+        self._group = flags_group
+        self._lane = lane
+        self._replicas = replicas
         self._shared = dict(shared_groups or {})
-        self._works: list[dist.Work] = []
+        self._stages_of = dict(stages_of or {})
+        self._stages = tuple(stages)
+        self._passing: int | None = None
+        self._live = False
+        self._missing: dict[str, set[int]] = {}
+        self._unready: list[int] = []
+        self._place: dict[str, int] = {}
+        self._next = 0
+        self._tickets: list[tuple[Ticket, int]] = []
+        self._flags_ticket: Ticket | None = None
+        self._shared_works: list[dist.Work] = []
+        self._has_drifted = False
+        buffer.on_arrival = self.passed
+
+    def open(self, *, last: bool) -> None:
+        """The backwards of a batch begin; ``last``: the last one of a window, behind which gradients are summed."""
+        self._live = last and self.overlaps and self.collective is not None
+        self._next = 0
+        if self._live:
+            buckets = self._buffer.buckets
+            self._missing = {n: set(self._stages_of.get(n, self._stages)) for bucket in buckets for n in bucket.names}
+            self._unready = [len(bucket.names) for bucket in buckets]
+            self._place = {n: index for index, bucket in enumerate(buckets) for n in bucket.names}
+
+    def last_backward(self, stage: int) -> None:
+        """The last backward through ``stage`` begins."""
+        self._passing = stage
+
+    def passed(self, name: str) -> None:
+        """The gradient of a parameter has been gathered; in the last backward of a stage nothing more comes from it."""
+        if self._live and self._passing is not None:
+            self._pass(name, self._passing)
+
+    def backwards_done(self, stage: int) -> None:
+        """Nothing more comes from ``stage``, also for parameters that its last backward did not reach."""
+        self._passing = None
+        if self._live:
+            for name, missing in self._missing.items():
+                if stage in missing:
+                    self._pass(name, stage)
+
+    def _pass(self, name: str, stage: int) -> None:
+        missing = self._missing[name]
+        if stage not in missing:
+            return
+        missing.discard(stage)
+        if missing:
+            return
+        self._unready[self._place[name]] -= 1
+        buckets = self._buffer.buckets
+        while self._next < len(buckets) and self._unready[self._next] == 0 and buckets[self._next].apart is None:
+            self._launch(buckets[self._next])
+
+    def _launch(self, bucket: Bucket) -> None:
+        collective = self.collective
+        self._next += 1
+        if collective is None:
+            return
+        self._buffer.launch(bucket)
+        size = bucket.buffer.numel() * bucket.buffer.itemsize
+        self._tickets.append((self._lane.start(_Sum(collective, bucket.buffer)), size))
 
     def start_grad_sync(self) -> None:
-        """Start the reductions; all ranks of the groups must call, once a window."""
+        """Start the reductions that have not started; all ranks of the groups must call, once a window."""
+        self._live = False
         self._buffer.seal()
-        for group, names in self._shared.items():
-            for name in names:
-                for part in (self._buffer.gradient(name), self._buffer.flag(name)):
-                    if part is not None:
-                        dist.all_reduce(part, group=group)
-        if self._group is not None:
-            for tensor in (*(bucket.buffer for bucket in self._buffer.buckets), self._buffer.flags):
-                work = dist.all_reduce(tensor, group=self._group, async_op=True)
-                if work is not None:
-                    self._works.append(work)
+        buckets = self._buffer.buckets
+        if not buckets:
+            return
+        self._buffer.notes[NOTE_LATE] = float(bool(self._buffer.late))
+        self._buffer.notes[NOTE_DRIFT] = float(self._has_drifted)
+        while self._next < len(buckets) and buckets[self._next].apart is None:
+            self._launch(buckets[self._next])
+        for bucket in buckets:
+            shared = self._shared.get(bucket.apart) if isinstance(bucket.apart, tuple) else None
+            if shared is not None:
+                works = [dist.all_reduce(t, group=shared, async_op=True) for t in (bucket.buffer, bucket.flags)]
+                self._shared_works += [work for work in works if work is not None]
+        if not self._shared_works:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        """What waits for nothing any more: buckets that are apart, and the flags."""
+        buckets, group = self._buffer.buckets, self._group
+        while self._next < len(buckets):
+            self._launch(buckets[self._next])
+        if group is not None and self._flags_ticket is None:
+            self._flags_ticket = self._lane.start(lambda: dist.all_reduce(self._buffer.flags, group=group))
 
     def finish_grad_sync(self) -> None:
         """Wait until the gradients are fully reduced."""
-        for work in self._works:
+        for work in self._shared_works:
             work.wait()
-        self._works.clear()
+        if self._shared_works:
+            self._launch_rest()
+            self._shared_works.clear()
+        for ticket, _ in self._tickets:
+            ticket.wait()
+        if self._flags_ticket is not None:
+            self._flags_ticket.wait()
+            self._flags_ticket = None
+            late, drifted = (bool(note) for note in self._buffer.notes.tolist())
+            self.drifted = drifted
+            if late:
+                self._sum_late()
+        self._look_at_times()
+        self._tickets.clear()
 
-    def sum_over_replicas(self, value: float, device: torch.device) -> float:
-        """``value`` summed over the replicas; every rank of the data-parallel group must call."""
-        if self._group is None:
-            return value
+    def _sum_late(self) -> None:
+        """Add what came too late on any replica. All replicas are here, since all have the note."""
+        assert self.collective is not None
+        self.overlaps = False
+        late = self._buffer.late
+        for bucket in self._buffer.buckets:
+            extra = torch.zeros_like(bucket.buffer)
+            for name in bucket.names:
+                if name in late:
+                    start, gradient = bucket.starts[name], late[name].flatten()
+                    extra[start : start + gradient.numel()] = gradient
+            self._lane.start(_Sum(self.collective, extra)).wait()
+            bucket.buffer.add_(extra)
+        late.clear()
+
+    def _look_at_times(self) -> None:
+        """Note the best of this window's seconds a byte: a replica that was late spoils some buckets, seldom all."""
+        largest = max((size for _, size in self._tickets), default=0)
+        rates = [
+            seconds / size
+            for ticket, size in self._tickets
+            if 2 * size >= largest > 0 and (seconds := ticket.seconds()) is not None
+        ]
+        if rates:
+            self._has_drifted = self.watch.note(min(rates))
+
+    def chosen(self, collective: Collective) -> None:
+        """Use ``collective`` from now on; what is usual is learnt anew. Between windows, on all replicas."""
+        self.collective = collective
+        self.watch.reset()
+        self.drifted = self._has_drifted = False
+
+    def start_sum_over_replicas(self, value: float, device: torch.device) -> Callable[[], float]:
+        """Begin to sum ``value`` over the replicas; what is returned waits for it. All ranks of the group must call."""
+        if self._replicas is None:
+            return lambda: value
         total = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=self._group)
-        return float(total.item())
+        work = dist.all_reduce(total, group=self._replicas, async_op=True)
+
+        def finish() -> float:
+            if work is not None:
+                work.wait()
+            return float(total.item())
+
+        return finish
+
+
+class _Sum:
+    """``collective.sum(tensor)``, to be called once."""
+
+    def __init__(self, collective: Collective, tensor: Tensor) -> None:
+        self._collective = collective
+        self._tensor = tensor
+
+    def __call__(self) -> None:
+        self._collective.sum(self._tensor)

@@ -9,7 +9,7 @@ Shapes are learnt when a batch of a new signature first passes, and sent ahead o
 import collections
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ from lightning_holmes.plan.schedule import Action, Op, Schedule
 TOPIC_SHAPES = 1
 
 
+class BackwardListener(Protocol):
+    """Who wants to know how far the backwards of a batch have come: what gathers the gradients."""
+
+    def last_backward(self, stage: int) -> None:
+        """The last backward of the batch through ``stage`` begins; until it ends no other one runs."""
+
+    def backwards_done(self, stage: int) -> None:
+        """It has ended: nothing more is to come for the parameters of ``stage``."""
+
+    def actions_done(self) -> None:
+        """All that this rank had to do for the batch is done, or on its way."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepJob:
     """One batch's work on one rank.
@@ -32,8 +45,8 @@ class StepJob:
     ``step(run, microbatch)`` calls the user's step; ``loss_scales`` multiplies each microbatch's loss for
     the backward (None: no backward); ``seeds`` are those of the microbatches (None: leave the generators
     alone); ``signatures`` tell microbatches of different shapes apart; ``after_forwards()`` is called when this
-    rank has run its last forward, while backwards go on. ``outputs`` is filled on the rank of
-    the last stage.
+    rank has run its last forward, while backwards go on; ``listener`` is told of the backwards. ``outputs`` is filled on
+    the rank of the last stage.
     """
 
     schedule: Schedule
@@ -43,6 +56,7 @@ class StepJob:
     seeds: Sequence[int] | None = None
     loss_scales: Callable[[], Sequence[float]] | None = None
     after_forwards: Callable[[], None] | None = None
+    listener: BackwardListener | None = None
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -65,6 +79,8 @@ class PipelineRunner:
         job.outputs = [None] * job.schedule.num_microbatches
         for action in job.schedule.actions[rank]:
             yield from batch.perform(action)
+        if job.listener is not None:
+            job.listener.actions_done()
         if self.edges is not None:
             start = None if self.clock is None else self.clock.mark()
             self.edges.finish()
@@ -88,6 +104,7 @@ class _Batch:
         self.posted: dict[Action, PendingReceive] = {}
         self.scales: Sequence[float] | None = None
         self.forwards_left = len(self.module.stages) * job.schedule.num_microbatches
+        self.backwards_left = dict.fromkeys(self.module.stages, job.schedule.num_microbatches)
 
     def perform(self, action: Action) -> Generator[None, None, None]:
         if action.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
@@ -159,11 +176,17 @@ class _Batch:
             if clock is not None:
                 start = clock.add("wait_gradient", start, stage, microbatch)
             run.payload = None
+        self.backwards_left[stage] -= 1
+        listener = None if self.backwards_left[stage] else self.job.listener
+        if listener is not None:
+            listener.last_backward(stage)
         if roots:
             run.backward = True
             place = f"{self.job.step_name}, stage {stage}, microbatch {microbatch}"
             with self.module.running(run), naming_parameters(self.module.module, roots, place):
                 torch.autograd.backward(roots, gradients)
+        if listener is not None:
+            listener.backwards_done(stage)
         if clock is not None:
             clock.add("backward", start, stage, microbatch)
         if stage == 0:

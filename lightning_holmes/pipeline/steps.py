@@ -19,7 +19,7 @@ from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
-from lightning_holmes.pipeline.runner import PipelineRunner, StepJob, loss_of
+from lightning_holmes.pipeline.runner import BackwardListener, PipelineRunner, StepJob, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -36,6 +36,9 @@ class StepRequest:
 
     Random numbers come from ``seed``, the same on all replicas, and the place of a microbatch among those of all replicas:
     first those of ``replica`` 0. So a microbatch draws alike however a batch of all replicas is shared out.
+
+    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is dealt; what it
+    returns gives, by the first backward, what their losses are multiplied by.
     """
 
     step_name: str
@@ -45,7 +48,8 @@ class StepRequest:
     seed: int
     context: Callable[[], Any]
     replica: int = 0
-    loss_scales: Callable[[Sequence[float]], Sequence[float]] | None = None
+    loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
+    listener: BackwardListener | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,7 @@ class StepDriver:
         sizes = [self._num_samples(m, of_part=True) if splits else 1 for m in microbatches]
         weights = self._weights(microbatches, sizes)
         training = request.loss_scales is not None
+        scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         state = self._state_signature()
         job = StepJob(
             schedule=make_schedule(
@@ -149,7 +154,8 @@ class StepDriver:
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
-            loss_scales=(lambda: request.loss_scales(weights)) if training else None,  # type: ignore[misc]
+            loss_scales=(scales or _no_scales) if training else None,
+            listener=request.listener,
         )
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
@@ -311,6 +317,10 @@ class StepDriver:
                 edges.send_message(rank, TOPIC_RESULT, message)
             edges.finish()
         return StepResult(output=output, calls=merged)
+
+
+def _no_scales() -> Sequence[float]:
+    raise AssertionError("only the last stage has losses")
 
 
 def _detached_on_host(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_holmes.cluster.topology import Topology
@@ -193,3 +194,17 @@ def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) ->
     places = topology.places()
     touched = {places[rank][0].name for rank in placement.grid[pipeline_rank]}
     return tuple(cluster.name for cluster in topology.clusters if cluster.name in touched)
+
+
+def cluster_levels(ranks: Sequence[int], clusters: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of a group by cluster, and those at the same place in each cluster; both empty where that makes no sense.
+
+    ``clusters``: that of each global rank. It makes sense for several clusters with as many members, two or more, in each.
+    """
+    inside: dict[str, list[int]] = {}
+    for rank in ranks:
+        inside.setdefault(clusters[rank], []).append(rank)
+    sizes = {len(members) for members in inside.values()}
+    if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
+        return [], []
+    return list(inside.values()), [list(peers) for peers in zip(*inside.values(), strict=True)]

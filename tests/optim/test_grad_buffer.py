@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 
@@ -63,7 +64,7 @@ def test_parameters_that_nothing_reached_keep_no_gradient(flat: bool) -> None:
     buffer.begin()
     module["used"](torch.ones(1, 2)).sum().backward()
     buffer.end()
-    sync = GradSync(buffer, None)
+    sync = GradSync(buffer, None, None, make_lane(torch.device("cpu")))
     sync.start_grad_sync()
     sync.finish_grad_sync()
     buffer.expose(last=True)

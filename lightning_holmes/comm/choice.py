@@ -1,0 +1,139 @@
+"""Which collective a group uses, by measuring candidates on the group's real buckets.
+
+    candidates = make_collectives(groups, compressor)
+    found = measure(candidates, buffers, groups.whole, budget_s=1.0)      # every member must call
+    found.seconds["p2p"], found.num_bytes
+
+Buffers must hold zeros: sums of zeros leave them as they are.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_holmes.comm.collectives import (
+    COLLECTIVE_NAMES,
+    AllReduce,
+    Collective,
+    Compressed,
+    Hierarchical,
+    PointToPoint,
+    ReduceScatter,
+    SyncGroups,
+)
+from lightning_holmes.comm.compression import Compressor, PowerSGD
+from lightning_holmes.comm.lane import Lane
+from lightning_holmes.errors import ConfigurationError
+
+BUDGET_S = 1.5
+"""Seconds that measuring may take; what comes around it (a first pass, agreeing) stays well under 3 s."""
+_ROUNDS = 3
+_FIRST_BYTES = 64 * 2**10
+_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """By name: seconds that summing ``num_bytes`` took, the best of some rounds, the slowest member counting."""
+
+    seconds: Mapping[str, float]
+    num_bytes: int
+
+
+def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -> dict[str, Collective]:
+    """The candidates for a group, by name, simplest first; what crosses clusters goes through ``compressor``."""
+    whole: dict[str, Collective] = {
+        made.name: made for made in (AllReduce(groups.whole), ReduceScatter(groups.whole), PointToPoint(groups.whole))
+    }
+    if not groups.crosses:
+        return whole
+    found = whole
+    if isinstance(compressor, PowerSGD):
+        found = {"all_reduce": Compressed(whole["all_reduce"], compressor)}
+    elif compressor is not None:
+        found = {name: Compressed(collective, compressor) for name, collective in whole.items()}
+    if groups.inside is not None and groups.across is not None:
+        across = AllReduce(groups.across)
+
+        def sum_across(part: Tensor) -> None:
+            if compressor is None or isinstance(compressor, PowerSGD):
+                across.sum(part)
+            else:
+                compressor.sum(part, across.sum)
+
+        if isinstance(compressor, PowerSGD):
+            return found  # a part of a bucket has no matrices
+        native = dist.get_backend(groups.inside) == "nccl"
+        level = ReduceScatter(groups.inside) if native else PointToPoint(groups.inside)
+        found["hierarchical"] = Hierarchical(level, groups.inside, sum_across, groups.whole)
+    return found
+
+
+def check_collective(name: str, argument: str = "gradient_sync") -> None:
+    """Refuse a name that no group could use.
+
+    Raises:
+        ConfigurationError: with the names there are.
+    """
+    if name not in ("auto", *COLLECTIVE_NAMES):
+        raise ConfigurationError(
+            f'{argument}={name!r} is unknown; use "auto" or one of {", ".join(repr(n) for n in COLLECTIVE_NAMES)}'
+        )
+
+
+def measure(
+    candidates: Mapping[str, Collective],
+    buffers: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    lane: Lane,
+    *,
+    budget_s: float = BUDGET_S,
+) -> Measured:
+    """Time the candidates on the first of ``buffers``, as much of it as the budget allows. All members must call.
+
+    Members agree on each time (the slowest counts), and so on all that follows from it. Nothing else may run in the
+    lane.
+    """
+    buffer = max(buffers[:4], key=lambda b: b.numel() * b.itemsize)
+    size = dist.get_world_size(group)
+
+    def part(num_bytes: float) -> Tensor:
+        count = max(1, int(num_bytes / buffer.itemsize / size)) * size
+        return buffer[: min(buffer.numel(), count)]
+
+    agreed = torch.zeros(len(candidates) + 1, device=buffer.device)
+    began = time.perf_counter()
+
+    def one_round(tensor: Tensor) -> tuple[list[float], float]:
+        """Seconds of each candidate, and those spent until then."""
+        for index, collective in enumerate(candidates.values()):
+            agreed[index] = _time(collective, tensor, lane)
+        agreed[-1] = time.perf_counter() - began
+        lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+        *taken, spent = agreed.tolist()
+        return taken, spent
+
+    sample = part(_FIRST_BYTES)
+    one_round(sample)  # connections and communicators are made now
+    taken, spent = one_round(sample)
+    # a larger and larger part: the first bytes may be faster than those to come (a shaper's burst, a socket's buffer)
+    while sample.numel() < buffer.numel() and spent + _ROUNDS * _GROWTH * sum(taken) < budget_s:
+        sample = part(_GROWTH * sample.numel() * sample.itemsize)
+        taken, spent = one_round(sample)
+    for _ in range(_ROUNDS - 1):
+        if spent + sum(taken) < budget_s:
+            again, spent = one_round(sample)
+            taken = [min(pair) for pair in zip(taken, again, strict=True)]
+    return Measured(seconds=dict(zip(candidates, taken, strict=True)), num_bytes=sample.numel() * sample.itemsize)
+
+
+def _time(collective: Collective, tensor: Tensor, lane: Lane) -> float:
+    began = time.perf_counter()
+    lane.start(lambda: collective.sum(tensor)).wait()
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - began

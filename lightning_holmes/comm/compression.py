@@ -1,0 +1,136 @@
+"""Gradients in fewer bits for the way between clusters: rounded to 16 bits, or as products of thin matrices.
+
+Neither is exact, so neither is on by itself. torch's hooks for DistributedDataParallel (ddp_comm_hooks, 2.13) do not
+serve here: they take averages of DDP's own buckets, and its PowerSGD draws from the process's random generator, which
+belongs to the user's dropout. Rounding is a line; PowerSGD is written after its paper.
+
+    compressor = make_compressor("powersgd", rank=2)
+    compressor.lay_out([(bucket.buffer, shapes)])
+    compressor.sum(bucket.buffer, all_reduce)
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+COMPRESSIONS = ("bf16", "fp16", "powersgd")
+_SEED = 1912_06845  # any number that is the same on all ranks
+_WORTH = 2
+"""A matrix is sent as two thin ones if these have at most one 2nd of its elements (torch's ``min_compression_rate``)."""
+
+
+class Compressor(Protocol):
+    """Sums tensors over a group by sending less than them."""
+
+    def lay_out(self, buckets: Iterable[tuple[Tensor, Sequence[tuple[int, torch.Size]]]]) -> None:
+        """The buckets to come, each with the starts and shapes of what is in it; forgets earlier ones."""
+
+    def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
+        """Sum ``tensor`` in place, nearly; ``all_reduce`` sums exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Sends ``dtype``, and sums in it: half of fp32's bytes."""
+
+    dtype: torch.dtype
+
+    def lay_out(self, buckets: Iterable[tuple[Tensor, Sequence[tuple[int, torch.Size]]]]) -> None:
+        """Shapes do not matter."""
+
+    def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
+        if tensor.dtype.itemsize <= self.dtype.itemsize:
+            all_reduce(tensor)
+            return
+        rounded = tensor.to(self.dtype)
+        all_reduce(rounded)
+        tensor.copy_(rounded)
+
+
+class PowerSGD:
+    """Approximates the sum M of matrices M_w by a rank-r product (Vogels et al. 2019, arXiv 1905.13727, algorithms 1, 2).
+
+    P = sum of M_w Q, made orthogonal; Q = sum of M_w^T P; the sum is taken to be P Q^T. Each rank keeps what its own
+    part lacks, M_w - P Q_w^T, and adds it to its next gradient (error feedback); Q is where the next step begins.
+    Vectors, and matrices that are too small to gain by it, are summed exactly, with P. Where anything is not
+    finite, the sum is NaN everywhere, and the errors kept are forgotten.
+
+    Not modelled: ranks whose hardware rounds differently come to sums that differ by as much.
+
+    Args:
+        rank: r.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._buckets: dict[int, _Factors] = {}
+
+    def lay_out(self, buckets: Iterable[tuple[Tensor, Sequence[tuple[int, torch.Size]]]]) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        self._buckets = {b.data_ptr(): _Factors(b, shapes, self.rank, generator) for b, shapes in buckets}
+
+    def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
+        factors = self._buckets.get(tensor.data_ptr())
+        if factors is None or factors.error.numel() != tensor.numel():
+            all_reduce(tensor)
+        else:
+            factors.sum(tensor, all_reduce)
+
+
+class _Factors:
+    """The thin matrices of one bucket."""
+
+    def __init__(
+        self, bucket: Tensor, shapes: Sequence[tuple[int, torch.Size]], rank: int, generator: torch.Generator
+    ) -> None:
+        self.error = torch.zeros(bucket.shape, device=bucket.device)
+        self.matrices: list[tuple[int, int, int]] = []  # start, rows, columns
+        self.q: list[Tensor] = []  # (columns, r)
+        exact = torch.ones(bucket.numel(), dtype=torch.bool)
+        for start, shape in shapes:
+            rows = shape[0] if shape else 1
+            columns = shape.numel() // max(1, rows)
+            thin = min(rank, rows, columns)
+            if len(shape) > 1 and _WORTH * thin * (rows + columns) <= rows * columns:
+                self.matrices.append((start, rows, columns))
+                self.q.append(torch.randn(columns, thin, generator=generator).to(bucket.device))
+                exact[start : start + rows * columns] = False
+        self.exact = exact.nonzero().flatten().to(bucket.device)
+
+    def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
+        whole = tensor.float().add_(self.error)
+        parts = [whole[start : start + n * m].view(n, m) for start, n, m in self.matrices]
+        exact = whole[self.exact]
+        message = torch.cat([*((part @ q).flatten() for part, q in zip(parts, self.q, strict=True)), exact])
+        all_reduce(message)
+        if not bool(message.isfinite().all()):
+            tensor.fill_(float("nan"))
+            self.error.zero_()
+            return
+        sizes = [part.shape[0] * q.shape[1] for part, q in zip(parts, self.q, strict=True)]
+        *thin, exact = torch.split(message, [*sizes, exact.numel()])
+        left = [torch.linalg.qr(p.view(len(part), -1)).Q for p, part in zip(thin, parts, strict=True)]
+        right = [part.t() @ p for part, p in zip(parts, left, strict=True)]
+        for part, p, q in zip(parts, left, right, strict=True):
+            part.addmm_(p, q.t(), alpha=-1.0)
+        self.error.copy_(whole)
+        self.error[self.exact] = 0.0
+        message = torch.cat([q.flatten() for q in right]) if right else whole.new_zeros(0)
+        if right:
+            all_reduce(message)
+        summed = torch.split(message, [q.numel() for q in right]) if right else ()
+        self.q = [s.view(q.shape) for s, q in zip(summed, right, strict=True)]
+        for part, p, q in zip(parts, left, self.q, strict=True):
+            torch.mm(p, q.t(), out=part)
+        whole[self.exact] = exact
+        tensor.copy_(whole)
+
+
+def make_compressor(name: str, *, rank: int) -> Compressor:
+    """The compressor of that name, one of ``COMPRESSIONS``; ``rank`` is PowerSGD's."""
+    if name == "powersgd":
+        return PowerSGD(rank)
+    return Rounding({"bf16": torch.bfloat16, "fp16": torch.float16}[name])

@@ -1,0 +1,143 @@
+"""Lane: runs the collectives of one group one after the other, beside what computes.
+
+On the host a thread of its own does them, since a collective in several parts has to wait between them; on CUDA they
+are put into a stream of its own. What has been started first on all members runs first.
+
+    ticket = lane.start(lambda: collective.sum(bucket))
+    ...
+    ticket.wait()                # on CUDA: what the current stream does next waits
+    ticket.seconds()             # how long it took
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Ticket(Protocol):
+    """Something that runs, or has run, in a lane."""
+
+    def wait(self) -> None:
+        """Until it is done; raises what it raised."""
+
+    def seconds(self) -> float | None:
+        """How long it took, without what was before it in the lane; None while it runs."""
+
+
+class Lane(Protocol):
+    """Runs functions in the order in which they are started."""
+
+    def start(self, function: Callable[[], None]) -> Ticket: ...
+
+    def close(self) -> None:
+        """Start nothing any more; what runs is not waited for."""
+
+
+def make_lane(device: torch.device) -> Lane:
+    """The lane for collectives on tensors of ``device``."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+
+
+class _ThreadTicket:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+
+    def run(self) -> None:
+        function, self._function = self._function, None
+        assert function is not None
+        began = time.perf_counter()
+        try:
+            function()
+        except BaseException as error:  # told to whoever waits
+            self._error = error
+        self._seconds = time.perf_counter() - began
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def seconds(self) -> float | None:
+        return self._seconds if self._done.is_set() else None
+
+
+class ThreadLane:
+    """A thread, made when something is started first."""
+
+    def __init__(self) -> None:
+        self._tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, function: Callable[[], None]) -> Ticket:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._tickets,), name="holmes_lane", daemon=True)
+            self._thread.start()
+        ticket = _ThreadTicket(function)
+        self._tickets.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._tickets.put(None)
+            self._thread = None
+
+
+def _serve(tickets: "queue.SimpleQueue[_ThreadTicket | None]") -> None:
+    failed: BaseException | None = None
+    while True:
+        ticket = tickets.get()
+        if ticket is None:
+            return
+        if failed is not None:  # members would be at different places of the lane
+            ticket._function = _raiser(failed)
+        ticket.run()
+        failed = failed or ticket._error
+
+
+def _raiser(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+class _StreamTicket:
+    def __init__(self, began: Any, ended: Any, device: torch.device) -> None:
+        self._began = began
+        self._ended = ended
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def seconds(self) -> float | None:
+        return float(self._began.elapsed_time(self._ended)) / 1e3 if self._ended.query() else None
+
+
+class StreamLane:
+    """A CUDA stream beside the one that computes. Tensors must live until their ticket has been waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, function: Callable[[], None]) -> Ticket:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            began.record()
+            function()
+            ended.record()
+        return _StreamTicket(began, ended, self._device)
+
+    def close(self) -> None:
+        """A stream needs no end."""

@@ -1,0 +1,137 @@
+"""SyncChooser: decides, with the other members of a data-parallel group, which collective sums its gradients, and how
+large buckets are.
+
+Owns when candidates are measured: before the first window, and again before a window when the time of some member has
+drifted (GradSync tells all of them so at the same step). Buckets hold zeros then, which sums leave as they are.
+
+    chooser = SyncChooser(buffer, sync, groups, lane, stages=(0,), collective="auto")
+    chooser.before_window()
+    buffer.begin()
+    choice = chooser.in_empty_window(step)          # a SyncChoice if there is a new one
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.comm.choice import make_collectives, measure
+from lightning_holmes.comm.collectives import SyncGroups
+from lightning_holmes.comm.compression import make_compressor
+from lightning_holmes.comm.lane import Lane
+from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.grad_sync import GradSync
+from lightning_holmes.plan.sync_choice import SyncChoice, bucket_bytes, choose
+
+_SMALL, _LARGE = 4 * 2**10, 2**20  # bytes
+_TRIALS = 3
+
+
+class SyncChooser:
+    """Every member of the group makes one, with the same arguments.
+
+    Args:
+        stages: whose gradients the group sums.
+        collective: "auto", or the name of the one to use if this group can.
+        compression: for groups that cross clusters, or None.
+        sizes_buckets: find the size of the buckets before they are laid out.
+    """
+
+    def __init__(
+        self,
+        buffer: GradBuffer,
+        sync: GradSync,
+        groups: SyncGroups,
+        lane: Lane,
+        *,
+        stages: Sequence[int],
+        collective: str = "auto",
+        compression: str | None = None,
+        powersgd_rank: int = 2,
+        sizes_buckets: bool = False,
+    ) -> None:
+        self._buffer = buffer
+        self._sync = sync
+        self._groups = groups
+        self._lane = lane
+        self._stages = tuple(stages)
+        compresses = compression is not None and groups.crosses
+        self._compression = compression if compresses else None
+        self._compressor = make_compressor(compression, rank=powersgd_rank) if compresses and compression else None
+        self._candidates = make_collectives(groups, self._compressor)
+        self._wanted = collective if collective in self._candidates else "auto"
+        self._sizes_buckets = sizes_buckets
+        self._generation = 0
+        self._chosen = False
+
+    def before_window(self) -> None:
+        """Find the size of the buckets, before they are laid out."""
+        if self._sizes_buckets:
+            self._sizes_buckets = False
+            trained = [p for p in self._buffer.parameters.values() if p.requires_grad]
+            if trained:
+                total = sum(p.numel() * p.itemsize for p in trained)
+                if total > _LARGE:
+                    latency_s, s_per_byte = self._measure_link(trained[0].device)
+                    self._buffer.bucket_bytes = bucket_bytes(total, latency_s=latency_s, s_per_byte=s_per_byte)
+
+    def _measure_link(self, device: torch.device) -> tuple[float, float]:
+        """Seconds that any reduction takes, and those of each byte; the same on all members."""
+        taken = torch.full((2,), float("inf"), device=device)
+        group = self._groups.whole
+        for index, num_bytes in enumerate((_SMALL, _LARGE)):
+            tensor = torch.zeros(num_bytes // 4, device=device)
+            for _ in range(_TRIALS):
+                began = time.perf_counter()
+                self._lane.start(lambda t=tensor: dist.all_reduce(t, group=group)).wait()  # type: ignore[misc]
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                taken[index] = min(float(taken[index]), time.perf_counter() - began)
+        self._lane.start(lambda: dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)).wait()
+        small, large = taken.tolist()
+        return small, max(large - small, 0.0) / (_LARGE - _SMALL)
+
+    def in_empty_window(self, step: int) -> SyncChoice | None:
+        """Choose if that is due; a new window has begun, and nothing is in the buckets yet."""
+        buckets = self._buffer.buckets
+        if not buckets:
+            return None
+        if self._generation != self._buffer.generation:
+            self._generation = self._buffer.generation
+            self._sync.watch.reset()
+            if self._compressor is not None:
+                self._compressor.lay_out(
+                    (b.buffer, [(b.starts[n], b.views[n].shape) for n in b.names]) for b in buckets
+                )
+        if self._chosen and not self._sync.drifted:
+            return None
+        first, self._chosen = not self._chosen, True
+        if self._wanted != "auto" or len(self._candidates) == 1:
+            if not first:
+                self._sync.watch.reset()
+                self._sync.drifted = False
+                return None
+            name = self._wanted if self._wanted != "auto" else next(iter(self._candidates))
+            reason = "asked for" if self._wanted != "auto" else f"compression={self._compression!r} leaves no other"
+            return self._use(name, {}, 0, reason, step)
+        found = measure(self._candidates, [b.buffer for b in buckets], self._groups.whole, self._lane)
+        reason = "the fastest" if first else "measured again, since it took twice or half its usual time for 20 steps"
+        return self._use(choose(found.seconds), dict(found.seconds), found.num_bytes, reason, step)
+
+    def _use(self, name: str, seconds: dict[str, float], num_bytes: int, reason: str, step: int) -> SyncChoice:
+        before = self._sync.collective
+        if before is not None and before.name != name:
+            reason += f"; instead of {before.name}"
+        self._sync.chosen(self._candidates[name])
+        if self._compression is not None:
+            reason += f"; with compression={self._compression!r} between clusters"
+        return SyncChoice(
+            stages=self._stages,
+            ranks=self._groups.ranks,
+            collective=name,
+            seconds=seconds,
+            num_bytes=num_bytes,
+            reason=reason,
+            step=step,
+        )

@@ -1,0 +1,106 @@
+"""What the tests of collectives run in four processes, laid out as two clusters of two."""
+
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.comm.choice import make_collectives, measure
+from lightning_holmes.comm.collectives import SyncGroups
+from lightning_holmes.comm.compression import make_compressor
+from lightning_holmes.comm.lane import make_lane
+from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
+from lightning_holmes.comm.sync_board import SyncBoard
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.torch_private import default_store
+
+SIZE = 4
+NUMEL = 24
+SHAPES = ((12, 9), (7,), (2, 2))
+
+
+def sync_groups() -> SyncGroups:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=SIZE)
+    builder = GroupBuilder(rank=rank, backend="gloo", device=torch.device("cpu"), timeout=timedelta(seconds=60))
+    groups = build_process_groups(Placement((tuple(range(SIZE)),)), builder, pairs=[], clusters=["a", "b", "a", "b"])
+    assert groups.gradients is not None
+    return groups.gradients
+
+
+def own(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def matrices(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + 10 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def everything(_: Any) -> dict[str, Any]:
+    """Each collective on this rank's numbers, rounded ones, PowerSGD over some steps, and the time of measuring."""
+    groups = sync_groups()
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"crosses": groups.crosses, "sums": {}, "parts": {}, "gathered": {}, "rounded": {}}
+    for name, collective in make_collectives(groups).items():
+        summed, part, gathered = own(rank), own(rank), torch.zeros(NUMEL)
+        collective.sum(summed)
+        collective.scatter(part)
+        gathered.view(SIZE, -1)[rank] = float(rank)
+        collective.gather(gathered)
+        found["sums"][name] = summed
+        found["parts"][name] = part.view(SIZE, -1)[rank]
+        found["gathered"][name] = gathered
+    for name, collective in make_collectives(groups, make_compressor("bf16", rank=1)).items():
+        summed = own(rank)
+        collective.sum(summed)
+        found["rounded"][name] = summed
+    found["powersgd"] = {rank_: power_sgd(groups, rank_) for rank_ in (2, 100)}
+    lane = make_lane(torch.device("cpu"))
+    buffer = torch.zeros(2**20)
+    began = time.perf_counter()
+    measured = measure(make_collectives(groups), [buffer], groups.whole, lane, budget_s=0.3)
+    found["measured"] = (dict(measured.seconds), measured.num_bytes, time.perf_counter() - began, float(buffer.sum()))
+    found["board"] = board(rank)
+    lane.close()
+    dist.barrier()
+    return found
+
+
+def power_sgd(groups: SyncGroups, columns: int) -> list[torch.Tensor]:
+    """What three steps sum to, and what is kept for a fourth."""
+    compressor = make_compressor("powersgd", rank=columns)
+    (collective,) = make_collectives(groups, compressor).values()
+    buffer, starts = torch.zeros(120), (0, 108, 115)
+    compressor.lay_out([(buffer, [(s, torch.Size(shape)) for s, shape in zip(starts, SHAPES, strict=True)])])
+    total = torch.zeros(120)
+    for step in range(3):
+        buffer.zero_()
+        for start, matrix in zip(starts, matrices(dist.get_rank(), step), strict=True):
+            buffer[start : start + matrix.numel()] = matrix.flatten()
+        collective.sum(buffer)
+        total += buffer
+    kept = compressor._buckets[buffer.data_ptr()].error.clone()  # type: ignore[attr-defined]
+    dist.all_reduce(kept)
+    return [total, kept]
+
+
+def board(rank: int) -> list[str]:
+    made = SyncBoard(default_store(), run=1, groups=["0", "1"])
+    choice = SyncChoice(
+        stages=(rank,), ranks=(rank,), collective="p2p", seconds={"p2p": 0.5}, num_bytes=8, reason="", step=0
+    )
+    if rank in (1, 2):
+        made.post(str(rank - 1), choice)
+        made.post(str(rank - 1), choice)
+    dist.barrier()
+    if rank != 0:
+        return []
+    first = [json.dumps([c.stages, c.collective, dict(c.seconds)]) for c in made.read()]
+    assert made.is_complete and made.read() == []
+    return first

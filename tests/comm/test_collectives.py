@@ -1,0 +1,74 @@
+"""Each way to sum is the sum; measuring keeps to its budget; PowerSGD loses nothing for good."""
+
+from typing import Any
+
+import pytest
+import torch
+from collective_workers import NUMEL, SHAPES, SIZE, everything, matrices, own
+from launch import launch
+
+from lightning_holmes.comm.choice import check_collective
+from lightning_holmes.comm.collectives import COLLECTIVE_NAMES
+from lightning_holmes.errors import ConfigurationError
+
+pytestmark = pytest.mark.xdist_group("collectives")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What four processes found."""
+    assert everything.__module__ == "collective_workers"
+    return launch(SIZE, "collective_workers:everything", timeout_s=120)
+
+
+@pytest.mark.parametrize("name", COLLECTIVE_NAMES)
+def test_every_collective_gives_the_sum_to_all(name: str, ranks: list[dict[str, Any]]) -> None:
+    expected = torch.zeros(NUMEL)
+    for rank in range(SIZE):
+        expected += own(rank)
+    for rank, found in enumerate(ranks):
+        torch.testing.assert_close(found["sums"][name], expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found["sums"][name], ranks[0]["sums"][name]), "replicas must not part ways"
+        torch.testing.assert_close(found["parts"][name], expected.view(SIZE, -1)[rank], rtol=1e-6, atol=1e-6)
+        assert found["gathered"][name].tolist() == [float(r) for r in range(SIZE) for _ in range(NUMEL // SIZE)]
+        torch.testing.assert_close(found["rounded"][name], expected, rtol=4e-2, atol=4e-2)
+        assert not torch.equal(found["rounded"][name], expected), "nothing was rounded"
+
+
+def test_measuring_keeps_to_its_budget_and_all_agree(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        seconds, num_bytes, taken, left = found["measured"]
+        assert list(seconds) == list(COLLECTIVE_NAMES) and (seconds, num_bytes) == ranks[0]["measured"][:2]
+        assert all(0 < s < 0.3 for s in seconds.values()) and taken < 3 and left == 0
+
+
+def test_thin_matrices_of_full_rank_are_exact_and_of_low_rank_keep_what_they_lack(
+    ranks: list[dict[str, Any]],
+) -> None:
+    steps = []
+    for step in range(3):
+        total = torch.zeros(120)
+        for rank in range(SIZE):
+            total += torch.cat([*(m.flatten() for m in matrices(rank, step)), torch.zeros(1)])
+        steps.append(total)
+    expected = sum(steps, torch.zeros(120))
+    thin = SHAPES[0][0] * SHAPES[0][1]
+    for found in ranks:
+        total, kept = found["powersgd"][100]  # too wide to be worth it: all is summed exactly
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        assert not kept.any()
+        total, kept = found["powersgd"][2]
+        assert (total - expected).abs().max() > 0.1, "nothing was compressed"
+        torch.testing.assert_close(total + kept, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(total[thin:], expected[thin:], rtol=1e-5, atol=1e-5)
+        assert torch.equal(total, ranks[0]["powersgd"][2][0])
+
+
+def test_groups_tell_rank_0_what_they_use(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["crosses"]
+    assert ranks[0]["board"] == [f'[[{stage}], "p2p", {{"p2p": 0.5}}]' for stage in (1, 1, 2, 2)]
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigurationError, match="'all_reduce', 'reduce_scatter', 'p2p', 'hierarchical'"):
+        check_collective("ring")
