@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.sync_choice import SyncChoice
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -110,13 +111,35 @@ class RunRecord(Callback):
     """Gives every logger the configuration and the plan, when fit begins.
 
     W&B gets both in its config, and the plan as a table; TensorBoard gets both as text; CSVLogger's folder gets plan.yaml
-    (config.yaml is there). `lightning-holmes fit` does this by itself.
+    (config.yaml is there). `lightning-holmes fit` does this by itself. How gradients are summed is known once the first
+    batch has run, and may change: each choice goes the same way, in CSVLogger's folder to gradient_sync.yaml.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = config
+        self._recorded = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        choices = getattr(trainer.strategy, "gradient_sync_choices", [])
+        if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                self._record_choices(logger, choices)
+            self._recorded = len(choices)
+
+    def _record_choices(self, logger: Any, choices: list[SyncChoice]) -> None:
+        """All choices so far, where a logger replaces what it has; else the new ones."""
+        lines = [f"before batch {choice.step}: {choice.describe()}" for choice in choices]
+        if isinstance(logger, LightningWandbLogger):
+            logger.experiment.config.update({"gradient_sync": lines}, allow_val_change=True)
+        elif isinstance(logger, TensorBoardLogger):
+            writer: Any = logger.experiment
+            writer.add_text("gradient_sync", "".join(f"    {line}\n" for line in lines), choices[-1].step)
+        elif isinstance(logger, CSVLogger):
+            Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
+            (Path(logger.log_dir) / "gradient_sync.yaml").write_text(yaml.safe_dump(lines, width=1000))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorded = 0
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         plan = getattr(trainer.strategy, "plan", None)

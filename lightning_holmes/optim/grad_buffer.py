@@ -104,6 +104,7 @@ class GradBuffer:
         self._trainable: tuple[str, ...] = ()
         self._touched: set[str] = set()
         self._open = False
+        self._gathering = False
 
     @property
     def is_open(self) -> bool:
@@ -112,6 +113,7 @@ class GradBuffer:
 
     def begin(self) -> None:
         """Start a batch: zero the buckets if a new window begins, and let autograd accumulate into them."""
+        self._gathering = True
         if not self.flat:
             for name in self.parameters:
                 self.parameters[name].grad = self._kept.get(name) if self._open else None
@@ -133,6 +135,7 @@ class GradBuffer:
 
     def end(self) -> None:
         """Finish a batch: take the gradients off the parameters, out of reach of ``zero_grad``."""
+        self._gathering = False
         for name, parameter in self.parameters.items():
             if not self.flat:
                 if parameter.grad is not None:
@@ -293,6 +296,8 @@ class GradBuffer:
         view = bucket.views[name]
 
         def arrived(parameter: Tensor) -> None:
+            if not self._gathering:
+                return  # a backward of the user's own, between batches
             if bucket.launched or not _accumulates_in(view, parameter):
                 assert parameter.grad is not None
                 self._take(name, parameter.grad)

@@ -11,7 +11,7 @@ from lightning_holmes.comm.mesh import edge_pairs
 
 
 def exchange(_: Any) -> list[Any]:
-    """Runs in two processes: both directions at once, tensors and messages in order."""
+    """Runs in two processes: both directions at once, tensors and messages in order, and rounded between clusters."""
     import os
     from datetime import timedelta
 
@@ -23,7 +23,8 @@ def exchange(_: Any) -> list[Any]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     builder = GroupBuilder(rank=rank, backend="gloo", device=torch.device("cpu"), timeout=timedelta(seconds=60))
-    groups = build_process_groups(Placement(((0,), (1,))), builder, pairs=edge_pairs(2, 2))
+    placement, pairs = Placement(((0,), (1,))), edge_pairs(2, 2)
+    groups = build_process_groups(placement, builder, pairs=pairs)
     edges, other = groups.edges, 1 - rank
     assert edges is not None and groups.data_parallel is None
     spec = TensorSpec((3,), torch.float32, False)
@@ -35,6 +36,16 @@ def exchange(_: Any) -> list[Any]:
     edges.send_message(other, 5, "x" * 100_000)
     edges.send_message(other, 4, [rank] * 3)
     found: list[Any] = [[t.tolist() for t in r.wait()] for r in receives]
+    narrow = build_process_groups(
+        placement, builder, pairs=pairs, clusters=["a", "b"], activation_dtype=torch.bfloat16
+    ).edges
+    specs = [spec, TensorSpec((3,), torch.int64, False)]
+    pending = narrow.receive(other, specs)
+    narrow.send(other, [torch.full((3,), 1 / 3), torch.full((3,), 2**40 + rank)])
+    rounded, whole = pending.wait()
+    assert rounded.dtype == torch.float32 and whole.tolist() == [2**40 + other] * 3
+    assert rounded.tolist() == torch.full((3,), 1 / 3).bfloat16().float().tolist()
+    narrow.finish()
     found += [len(edges.receive_message(other, 5)), edges.receive_message(other, 4), edges.receive_message(other, 4)]
     edges.finish()
     dist.barrier()

@@ -155,3 +155,16 @@ def test_gradients_that_autograd_did_not_accumulate(flat: bool) -> None:
     buffer.seal()
     buffer.expose(last=True)
     assert module.weight.grad.tolist() == [[2.0] * 3] * 2 and module.bias.grad.tolist() == [2.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_between_batches_is_the_users_own(dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 1, bias=False, dtype=dtype)
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True)
+    buffer.begin()
+    module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    buffer.launch(buffer.buckets[0])
+    buffer.end()
+    module(torch.full((1, 2), 3.0, dtype=dtype)).sum().backward()
+    assert module.weight.grad.tolist() == [[3.0, 3.0]] and not buffer.late
+    assert buffer.buckets[0].buffer.tolist() == [1.0, 1.0]

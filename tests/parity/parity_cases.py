@@ -24,6 +24,8 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
 REORDERED = ("eager_1f1b",)
 """Schedules that do what one of SCHEDULES does in another order: every layout and number of microbatches, not every family."""
+SYNCS = ("all_reduce", "reduce_scatter", "p2p")
+"""What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
 
@@ -37,6 +39,9 @@ class Layout:
     schedule: str = "1f1b"
     num_chunks: int = 1
     num_microbatches: int = 1
+    gradient_sync: str = "auto"
+    bucket_bytes: int = 2048
+    """So small that gradients leave in several buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,12 @@ def baseline_of(fit: Fit) -> Fit:
 
 
 def make_case(
-    family: str, layout: tuple[int, int], schedule: str, microbatches: str, **options: object
+    family: str,
+    layout: tuple[int, int],
+    schedule: str,
+    microbatches: str,
+    gradient_sync: str = "auto",
+    **options: object,
 ) -> tuple[str, Case]:
     """A case and its name."""
     pipeline, replicas = layout
@@ -111,15 +121,18 @@ def make_case(
             schedule=schedule,
             num_chunks=chunks,
             num_microbatches=parts,
+            gradient_sync=gradient_sync,
         ),
         **options,  # type: ignore[arg-type]
     )
     name = f"{family}-pp{pipeline}xdp{replicas}-{schedule}-{microbatches}"
+    if gradient_sync != "auto":
+        name += f"-{gradient_sync}"
     name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
     tolerance = {"32-true": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE}[fit.precision]
-    levels = (
-        () if set(options) - {"limit_train_batches"} else (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches)
-    )
+    levels = (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches, gradient_sync)
+    if set(options) - {"limit_train_batches"}:
+        levels = ()
     return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance, levels=levels)
 
 
@@ -134,11 +147,12 @@ def make_cases() -> dict[str, Case]:
                 layout = (2, 2)
             microbatches = MICROBATCHES[(row + column) % len(MICROBATCHES)]
             schedule = "1f1b" if layout[0] == 1 else SCHEDULES[(row + row // 4 + column) % len(SCHEDULES)]
+            sync = SYNCS[(row // 2 + column) % len(SYNCS)] if layout[1] > 1 else "auto"
             if family.microbatch_is_batch:
                 microbatches = "4" if layout == (2, 1) else "2"
                 cases.append(make_case(name, layout, schedule, microbatches, limit_train_batches=2))
             else:
-                cases.append(make_case(name, layout, schedule, microbatches))
+                cases.append(make_case(name, layout, schedule, microbatches, sync))
     for place, (name, options) in enumerate(OPTIONS):
         for column, layout in enumerate(((2, 1), (2, 2), (4, 1))):
             schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
@@ -148,6 +162,8 @@ def make_cases() -> dict[str, Case]:
         for row, (name, microbatches) in enumerate(zip(("gpt", "gpt_tied", "vit", "gpt"), MICROBATCHES, strict=True)):
             layout = ((2, 1), (2, 2), (4, 1))[row % 3]
             cases.append(make_case(name, layout, schedule, microbatches))
+    cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
+    cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", accumulate_grad_batches=2))
     return dict(cases)
 
 

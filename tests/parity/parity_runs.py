@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
 
 WORKER_TIMEOUT_S = 400.0  # about 60 s on two idle cores
 
@@ -114,6 +115,9 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             eval_num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,  # type: ignore[arg-type]
             num_chunks=layout.num_chunks,
+            gradient_sync=layout.gradient_sync,
+            bucket_bytes=layout.bucket_bytes,
+            topology=two_clusters(fit.world_size) if layout.gradient_sync == "hierarchical" else "auto",
         )
     trainer = Trainer(
         accelerator="cpu",
@@ -142,6 +146,12 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
     else:
         record.state = {name: value.clone() for name, value in module.state_dict().items()}
     return record, trainer.global_rank
+
+
+def two_clusters(world_size: int) -> Topology:
+    """Half of the ranks in each."""
+    hosts = [Host(name=name, devices=world_size // 2) for name in ("a", "b")]
+    return Topology(clusters=tuple(Cluster(name=host.name, hosts=(host,)) for host in hosts))
 
 
 class Samples(pl.LightningDataModule):

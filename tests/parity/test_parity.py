@@ -19,6 +19,7 @@ from parity_cases import (
     REFUSED_FITS,
     REORDERED,
     SCHEDULES,
+    SYNCS,
     Case,
     Fit,
 )
@@ -102,6 +103,9 @@ def test_the_table_covers_every_pair() -> None:
         *itertools.product(layouts[2:], REORDERED),
         *itertools.product(REORDERED, MICROBATCHES),
     ]
+    replicated = [layout for layout in layouts if layout.endswith("xdp2")]
+    pairs += [*itertools.product(replicated, SYNCS), *itertools.product(SCHEDULES, SYNCS)]
+    pairs += itertools.product(MICROBATCHES, SYNCS)
     without_pipeline = [(layout, s) for layout in layouts[:2] for s in SCHEDULES[1:]]
     missing += [pair for pair in pairs if pair not in covered and pair not in without_pipeline]
     assert not missing

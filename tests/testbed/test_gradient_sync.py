@@ -1,0 +1,67 @@
+"""A link becomes slow in mid-run: candidates are measured again, and the group changes to the one that avoids it."""
+
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.plan.sync_choice import DRIFT_STEPS
+
+pytestmark = [
+    pytest.mark.usefixtures("testbed_works"),
+    pytest.mark.xdist_group("testbed_training"),
+    pytest.mark.timeout(240),
+]
+WORKER = Path(__file__).with_name("sync_worker.py")
+STEPS, SLOWED_AT = 60, 14
+INSIDE, BEFORE, AFTER = 12.5e6, 125e6, 2.5e6  # bytes a second
+
+
+def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None:
+    """At first Ethernet is ten times as fast as the cards inside the clusters, and everything goes over it; then it is
+    five times as slow as they are, and only what must cross still does."""
+    cards = (
+        Nic(name="mlx5_0", kind="roce", bandwidth_bytes_per_s=INSIDE),
+        Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=BEFORE),
+    )
+    clusters = tuple(
+        Cluster(name=name, hosts=tuple(Host(name=f"{name}{i}", devices=1, nics=cards) for i in range(2)))
+        for name in ("a", "b")
+    )
+    options = json.dumps({"num_nodes": 4, "steps": STEPS, "strategy": {}})
+    with Testbed(Topology(clusters=clusters), TestbedOptions()) as bed:
+        slowed: list[str] = []
+
+        def slow_down() -> None:
+            path = tmp_path / "step"
+            until = time.monotonic() + 150
+            while time.monotonic() < until and not (path.exists() and int(path.read_text() or 0) >= SLOWED_AT):
+                time.sleep(0.02)
+            for host in bed.hosts:
+                bed.set_rate(f"{host}.eth0", AFTER)
+            slowed.append(path.read_text())
+
+        watching = threading.Thread(target=slow_down)
+        watching.start()
+        bed.run([sys.executable, str(WORKER), str(tmp_path), options], timeout_s=200, check=True)
+        watching.join()
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    first, *later = found["choices"]
+    marks = found["marks_s"]
+    steps = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    print(f"\nslowed at step {slowed}; {[round(s) for s in steps]} ms a step")
+    for choice in found["choices"]:
+        print(choice)
+    assert first["step"] == 0 and first["collective"] != "hierarchical" and len(first["seconds"]) == 4
+    assert later, "nothing was measured again"
+    changed = later[-1]
+    assert changed["collective"] == "hierarchical" and "instead of" in " ".join(c["reason"] for c in later)
+    assert changed["step"] >= int(slowed[0]) + DRIFT_STEPS - 1
+    before, behind = steps[changed["step"] - 12 : changed["step"] - 2], steps[changed["step"] + 1 :]
+    assert sum(behind) / len(behind) < 0.8 * sum(before) / len(before)
