@@ -24,7 +24,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2, gpipe": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "gpipe"}),
     "pipeline 2, interleaved": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "num_chunks": 2}),
     "data 2": (2, {"pipeline_parallel_size": 1}),
+    "data 2, p2p": (2, {"pipeline_parallel_size": 1, "gradient_sync": "p2p", "bucket_bytes": 4096}),
     "pipeline 2 x data 2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "pipeline 2 x data 2, reduce-scatter": (
+        4,
+        {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "reduce_scatter", "bucket_bytes": 4096},
+    ),
     "pipeline 4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}),
 }
 TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2, "16-mixed": 2e-2}
