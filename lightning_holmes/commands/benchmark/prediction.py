@@ -54,9 +54,9 @@ def _workload(hidden: int, layers: int, *, batch: int, sequence: int = 128, head
     )
 
 
-_MIDDLE = _workload(256, 12, batch=32)
+_MIDDLE = _workload(192, 8, batch=16)
 _LONG = _workload(256, 4, batch=8, sequence=256)
-_WIDE = _workload(320, 8, batch=16)
+_WIDE = _workload(256, 8, batch=16)
 
 
 def _case(name: str, workload: Workload, *, num_chunks: int = 1, **arguments: Any) -> PredictionCase:
@@ -76,7 +76,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
         cases=(
             _case("by count, 1f1b, 8", _MIDDLE, partition="uniform", num_microbatches=8),
             _case("by cost, 1f1b, 8", _MIDDLE, num_microbatches=8),
-            _case("uneven, 1f1b, 8", _MIDDLE, partition=[9, 3], num_microbatches=8),
+            _case("uneven, 1f1b, 8", _MIDDLE, partition=[6, 2], num_microbatches=8),
             _case("by count, 1f1b, 2", _MIDDLE, partition="uniform", num_microbatches=2),
             _case("by count, gpipe, 4", _MIDDLE, partition="uniform", num_microbatches=4, schedule="gpipe"),
         ),
@@ -120,7 +120,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
     ),
 )
 
-_SWEPT = _workload(256, 10, batch=16, steps=4)
+_SWEPT = _workload(192, 10, batch=16, steps=5)
 PARTITION_BED = PredictionBed(
     name="partitions",
     hosts=(1, 1),
