@@ -426,6 +426,7 @@ def _cost_model(request: PlanRequest, costs: _Costs, forbidden: Sequence[int]) -
     )
     training = Training(
         batch_samples=(request.lesson.batch_size or 1) * placement.data_parallel_size,
+        overlap_reduce=True,
         update_s_per_byte=costs.update_s_per_byte,
         message_s=_MESSAGE_S.get(device, 1e-4),
     )
