@@ -49,6 +49,9 @@ ProfileKind = Literal["flops", "measure"]
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 0.3  # of probing; several hosts may have shares of a core, with periods of 20 ms
 _MEASURE_S = 1.5  # of timing the layers, at the least
 _LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
+# Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
+# others use, too.
+_ALIKE = {"cpu": 0.85, "cuda": 0.97}
 _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
@@ -248,9 +251,9 @@ def _find_costs(request: PlanRequest, structure: ModuleStructure) -> _Costs | st
         return found
     return _Costs(
         model=found,
-        speeds=tuple(s.flops_per_s for s in speeds),
+        speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
-        described=f"{how}; {_described(request, [s.flops_per_s for s in speeds])}",
+        described=f"{how}; {_described(request, rates)}",
     )
 
 
@@ -274,11 +277,12 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         return str(problems[0])
     model = found[-1] if len(found) == 1 else _with_fixed_seconds(*found)
     seconds = [entry[1] for entry in everyone]
+    speeds = alike_speeds([seconds[0] / taken for taken in seconds], request.device.type)
     return _Costs(
         model=model,
-        speeds=tuple(seconds[0] / taken for taken in seconds),
+        speeds=speeds,
         memory=tuple(entry[2].memory_bytes for entry in everyone),
-        described=f"layers timed on every rank; {_described(request, [seconds[0] / taken for taken in seconds])}",
+        described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
     )
 
@@ -373,10 +377,24 @@ def _everyone(request: PlanRequest, mine: Any) -> list[Any]:
     return found
 
 
+def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
+    """Measured speeds, with those that a measurement cannot tell apart made the same: each group's mean, the fastest first."""
+    threshold = _ALIKE.get(device_type, 0.85)
+    order = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
+    result = list(speeds)
+    while order:
+        group = [rank for rank in order if speeds[rank] >= threshold * speeds[order[0]]]
+        mean = math.fsum(speeds[rank] for rank in group) / len(group)
+        for rank in group:
+            result[rank] = mean
+        order = [rank for rank in order if rank not in group]
+    return tuple(result)
+
+
 def _described(request: PlanRequest, speeds: Sequence[float]) -> str:
     """How fast the clusters are, in words."""
     fastest = max(speeds)
-    if min(speeds) > 0.9 * fastest:
+    if min(speeds) == fastest:
         return "all ranks alike"
     by_cluster: dict[str, float] = {}
     for rank, (cluster, _) in enumerate(request.layout.topology.places()):

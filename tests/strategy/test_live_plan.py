@@ -8,6 +8,7 @@ from launch import launch
 from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
+from lightning_holmes.live_plan import alike_speeds
 from lightning_holmes.plan.plan import Plan
 
 
@@ -77,3 +78,9 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "classifier")
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+def test_speeds_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
+    assert alike_speeds([10.0, 9.0, 5.0, 4.6], "cpu") == pytest.approx((9.5, 9.5, 4.8, 4.8))
+    assert alike_speeds([10.0, 9.0], "cuda") == (10.0, 9.0)
+    assert alike_speeds([2.0], "cpu") == (2.0,)
