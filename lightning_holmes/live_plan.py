@@ -185,6 +185,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: _Costs | st
             layout,
             batch_size=request.lesson.batch_size,
             not_interleaved=_not_interleaved(request, structure),
+            prefer_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
             described=costs.described,
         )
     except ConfigurationError:

@@ -83,7 +83,10 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
         ).prediction.step_s  # type: ignore[union-attr]
         for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
     )
-    assert choice.prediction.step_s <= best * 1.06
+    assert choice.prediction.step_s <= best * (1.08 + 0.01)
+    one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
+    chosen = choose_by_costs(one_chunk, costs(), LAYOUT, batch_size=16)
+    assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
     assert any(note.startswith("num_microbatches: ") for note in choice.notes)
     assert any(note.startswith("schedule: ") for note in choice.notes)
 
@@ -107,6 +110,8 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
     fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
     assert fast.schedule == "1f1b", "as fast, and holds less"
+    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, prefer_eager=True)
+    assert wary.schedule == "eager_1f1b"
     blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
 
