@@ -185,7 +185,11 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: _Costs | st
             layout,
             batch_size=request.lesson.batch_size,
             not_interleaved=_not_interleaved(request, structure),
-            prefer_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
+            preferred=(
+                "eager_1f1b"  # bears links that are slower than stated
+                if request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1
+                else "1f1b"
+            ),
             described=costs.described,
         )
     except ConfigurationError:

@@ -23,9 +23,8 @@ from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 _MICROBATCHES_PER_RANK = 4
 _MOST_PER_RANK = 16
 _COUNTS_TRIED = 8
-# Candidates so near each other are told apart by simplicity. Counted FLOPs do not know how much slower a device is on small
-# matrices, so that smaller microbatches must promise more than timed layers need to.
-_NEARLY = {"seconds": 0.01, "flops": 0.08}
+_NEARLY = 0.01  # candidates so near each other are told apart by simplicity
+_COUNTED_GAIN = 0.08  # what more microbatches must save where FLOPs were counted: small kernels lose more than is known
 _INTERLEAVING_GAIN = 0.05  # what interleaving must save: more messages and more work a stage than its costs know
 _CHUNKS_TRIED = (2, 3, 4)
 
@@ -94,7 +93,7 @@ def choose_by_costs(
     *,
     batch_size: int,
     not_interleaved: str | None = None,
-    prefer_eager: bool = False,
+    preferred: str = "1f1b",
     described: str = "",
 ) -> Choice:
     """The fastest schedule, number of microbatches and partition by simulation.
@@ -102,7 +101,7 @@ def choose_by_costs(
     Args:
         batch_size: samples in a batch of one replica.
         not_interleaved: why interleaving is not to be chosen, in words; None: it may be.
-        prefer_eager: of plans that are nearly as fast take eager_1f1b, which bears links that are slower than stated.
+        preferred: the schedule that is taken where its prediction is as good as another's.
         described: how the costs came about, for the notes.
 
     Raises:
@@ -130,20 +129,25 @@ def choose_by_costs(
     plain = min((p.step_s for run, p in found if run.num_chunks == 1), default=math.inf)
     kept = [(r, p) for r, p in found if r.num_chunks == 1 or p.step_s < plain * (1 - _INTERLEAVING_GAIN)]
     kept = kept or found
+    counted = cost_model.model.unit == "flops"
+    if counted:
+        limit = min(p.step_s for _, p in kept) * (1 + _COUNTED_GAIN)
+        count = min(r.num_microbatches for r, p in kept if p.step_s <= limit)
+        kept = [(r, p) for r, p in kept if r.num_microbatches == count]
     fastest = min(p.step_s for _, p in kept)
     run, best = min(
         kept,
         key=lambda entry: (
-            math.floor((entry[1].step_s / fastest - 1) / _NEARLY[cost_model.model.unit]),
+            math.floor((entry[1].step_s / fastest - 1) / _NEARLY),
             entry[0].num_chunks,
-            entry[0].schedule != ("eager_1f1b" if prefer_eager else "1f1b"),
+            entry[0].schedule != preferred,
             entry[0].num_microbatches,
         ),
     )
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":
-        notes.append(_microbatch_note(run, best, found))
+        notes.append(_microbatch_note(run, best, found, counted))
     if options.schedule == "auto" and _fixed_chunks(options, size) in (None, 1):
         notes.append(_schedule_note(run, best, found, not_interleaved))
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
@@ -265,14 +269,21 @@ def _partition_note(
     return note + f"; by count a step would take {predict(cost_model, run, uniform).step_s / best.step_s:.2f}x as long"
 
 
-def _microbatch_note(run: RunShape, best: Prediction, found: Sequence[tuple[RunShape, Prediction]]) -> str:
+def _microbatch_note(
+    run: RunShape, best: Prediction, found: Sequence[tuple[RunShape, Prediction]], counted: bool
+) -> str:
     others = [
         f"{other.num_microbatches}: {p.step_s / best.step_s:.2f}x"
         for other, p in found
         if (other.schedule, other.num_chunks) == (run.schedule, run.num_chunks)
         and other.num_microbatches != run.num_microbatches
     ]
-    note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples, the best by prediction"
+    note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples, the fastest by prediction"
+    if counted and any(p.step_s < best.step_s for r, p in found if r.num_microbatches > run.num_microbatches):
+        note = (
+            f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples; more must save {_COUNTED_GAIN:.0%} "
+            "by prediction, since counted FLOPs do not know what small microbatches lose"
+        )
     return note + (f" ({', '.join(others)})" if others else "")
 
 

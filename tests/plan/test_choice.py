@@ -11,7 +11,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
 from lightning_holmes.plan.cost_model import CostModel, Layout, Training
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
@@ -31,6 +31,7 @@ def costs(
     head: float = 0.0,
     memory: float = 1e12,
     samples: int = 1,
+    unit: WorkUnit = "flops",
     **changes: Any,
 ) -> CostModel:
     """Two hosts in two clusters; a layer takes three seconds a sample at speed 1."""
@@ -38,7 +39,7 @@ def costs(
     clusters = tuple(Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(card,)),)) for name in ("east", "west"))
     network = Network(Topology(clusters=clusters), local_bytes_per_s=1e12)
     model = ModelCost(
-        unit="flops",
+        unit=unit,
         microbatch_samples=1,
         layers=(LAYER,) * layers,
         after=LayerCost(forward=head, backward=2 * head),
@@ -114,6 +115,21 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     assert wary.schedule == "eager_1f1b"
     blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
+
+
+def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
+    """Two alike stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
+    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
+    measured = choose_by_costs(options, costs(unit="seconds"), LAYOUT, batch_size=16)
+    counted = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    assert (measured.num_microbatches, counted.num_microbatches) == (16, 8)
+    (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
+    assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
+
+
+def test_over_links_of_unknown_speed_the_schedule_that_can_wait_is_preferred() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    assert choose_by_costs(options, costs(), LAYOUT, batch_size=16, preferred="eager_1f1b").schedule == "eager_1f1b"
 
 
 def test_what_is_said_stays() -> None:
