@@ -84,7 +84,7 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
         ).prediction.step_s  # type: ignore[union-attr]
         for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
     )
-    assert choice.prediction.step_s <= best * (1.08 + 0.01)
+    assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.01, "interleaving must save 5 %, more microbatches 8 %"
     one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
     chosen = choose_by_costs(one_chunk, costs(), LAYOUT, batch_size=16)
     assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
@@ -111,7 +111,7 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
     fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
     assert fast.schedule == "1f1b", "as fast, and holds less"
-    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, prefer_eager=True)
+    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, preferred="eager_1f1b")
     assert wary.schedule == "eager_1f1b"
     blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
@@ -125,11 +125,6 @@ def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
     assert (measured.num_microbatches, counted.num_microbatches) == (16, 8)
     (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
     assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
-
-
-def test_over_links_of_unknown_speed_the_schedule_that_can_wait_is_preferred() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    assert choose_by_costs(options, costs(), LAYOUT, batch_size=16, preferred="eager_1f1b").schedule == "eager_1f1b"
 
 
 def test_what_is_said_stays() -> None:
