@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(600)
 def test_four_processes_reach_their_first_step_within_twenty_seconds(tmp_path: Path) -> None:
     seconds = [start_up(tmp_path)]
-    while min(seconds) >= 20 and len(seconds) < 3:  # what else runs on the machine only adds
+    while min(seconds) >= 20 and len(seconds) < 5:  # what else runs on the machine only adds
         seconds.append(start_up(tmp_path))
     shown = ", ".join(f"{s:.1f}" for s in seconds)
     print(f"\nstart-up of recipes/gpt_tiny on 4 processes: {shown} s to the first step (under 20)")
