@@ -85,6 +85,21 @@ def test_thawing_a_parameter_builds_the_buffer_anew() -> None:
         assert (module[0].weight.grad is not None) == thawed
 
 
+def test_thawing_does_not_bring_back_what_only_an_earlier_window_reached() -> None:
+    """AdamW would decay a parameter with a gradient of zeros, and plain Lightning leaves it alone."""
+    module = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("always", "once", "thawed")})
+    module["thawed"].requires_grad_(False)
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True)
+    for window, names in enumerate((("always", "once"), ("always", "thawed"))):
+        module["thawed"].requires_grad_(window == 1)
+        buffer.begin()
+        sum(module[name](torch.ones(1, 2)).sum() for name in names).backward()
+        buffer.end()
+        buffer.seal()
+        buffer.expose(last=True)
+        assert {name for name in module if module[name].weight.grad is not None} == set(names)
+
+
 def test_buckets_follow_the_given_order_and_are_padded() -> None:
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     names = [name for name, _ in module.named_parameters()][::-1]
