@@ -110,9 +110,9 @@ class CheckpointKeeper:
             plan: the plan as YAML.
         """
         self._writer.wait()
+        name, token = job.gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]  # rank 0's; every writer has ended then
         if self._last is not None:
             self._last.forget(TOPICS)
-        name, token = job.broadcast((os.fspath(path), uuid.uuid4().hex[:8]))
         target = _local(name)
         systems = self._systems(job, target.parent)
         save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan)

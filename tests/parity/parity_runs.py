@@ -115,6 +115,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             eval_num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,  # type: ignore[arg-type]
             num_chunks=layout.num_chunks,
+            partition="uniform",  # the default avoids the cuts that are to be refused here
             gradient_sync=layout.gradient_sync,
             bucket_bytes=layout.bucket_bytes,
             topology=two_clusters(fit.world_size) if layout.gradient_sync == "hierarchical" else "auto",
