@@ -110,7 +110,8 @@ class CheckpointKeeper:
             plan: the plan as YAML.
         """
         self._writer.wait()
-        name, token = job.gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]  # rank 0's; every writer has ended then
+        # gathered, not broadcast: behind it every rank's writer has ended, and read what is to be forgotten
+        name, token = job.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
         if self._last is not None:
             self._last.forget(TOPICS)
         target = _local(name)
