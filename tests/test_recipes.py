@@ -177,16 +177,15 @@ def run_cli(payload):
         main(args)
 
 
-def test_fine_tuning_runs_in_two_processes_as_in_one(capsys, tmp_path, tune):
+def test_fine_tuning_runs_in_two_processes_as_in_one(tmp_path, tune):
     """Whole and LoRA, two stages. Baseline: one process, same seed; 1e-4. For all weights that is plain Lightning; for LoRA
     the strategy in one process, since adapters begin at values drawn by their names there."""
-    commands = []
+    commands, alone = [], []
     for recipe in FINETUNE:
         plain = tune_options(recipe, tune, tmp_path / f"{recipe}_plain")
         strategy = "init_args.topology=auto" if recipe == "finetune_lora" else "=auto"
         strategy = f"--trainer.strategy.{strategy}".replace(".=", "=")
-        code, _, err = run(capsys, *plain, strategy, "--trainer.devices=1")
-        assert code == 0, err
+        alone.append([*plain, strategy, "--trainer.devices=1"])
         staged = tune_options(recipe, tune, tmp_path / f"{recipe}_staged")
         commands.append(
             [
@@ -197,6 +196,7 @@ def test_fine_tuning_runs_in_two_processes_as_in_one(capsys, tmp_path, tune):
                 "--trainer.strategy.init_args.num_microbatches=2",
             ]
         )
+    launch(1, "test_recipes:run_cli", alone, timeout_s=120)
     launch(2, "test_recipes:run_cli", commands, timeout_s=120)
     for recipe in FINETUNE:
         plain, staged = (losses_of(tmp_path / f"{recipe}_{kind}") for kind in ("plain", "staged"))
