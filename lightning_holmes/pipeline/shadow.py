@@ -9,6 +9,9 @@ from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_holmes.pipeline import tree
+from lightning_holmes.torch_private import fake_mode_of
+
 
 def shadow_copy(module: LightningModule) -> LightningModule:
     """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied."""
@@ -17,6 +20,8 @@ def shadow_copy(module: LightningModule) -> LightningModule:
         for value in vars(submodule).values():
             if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
                 memo[id(value)] = value
+            # torch copies the memory of a fake tensor, which has none: the heap is damaged (torch 2.13)
+            memo |= {id(t): t for t in tree.tensors_of(value) if fake_mode_of(t) is not None}
     try:
         whole = dict(memo)
         return _rebind_functions(copy.deepcopy(module, whole), whole)
