@@ -136,7 +136,7 @@ class HolmesStrategy(CheckpointingStrategy):
         tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
-        schedule: Literal["auto", "1f1b", "gpipe", "interleaved_1f1b"] = "auto",
+        schedule: Literal["auto", "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
         profile: ProfileKind = "flops",

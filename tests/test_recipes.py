@@ -291,7 +291,7 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "tensor_parallel_size": 1,
         "num_microbatches": 3,
         "eval_num_microbatches": 2,
-        "schedule": "gpipe",
+        "schedule": "eager_1f1b",
         "num_chunks": 1,
         "partition": [3, 1],
         "layers": "layers",
@@ -317,6 +317,15 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
     code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
     assert code == 0, err
     assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"] == values
+
+
+def test_every_schedule_can_be_named_on_the_command_line():
+    from typing import get_args, get_type_hints
+
+    from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+
+    named = get_args(get_type_hints(HolmesStrategy.__init__)["schedule"])
+    assert set(named) == {"auto", *SCHEDULE_NAMES}
 
 
 def test_completion_knows_all_commands_and_options(capsys):
