@@ -120,12 +120,13 @@ class GradBuffer:
             self._open = True
             return
         trainable = tuple(n for n, p in self.parameters.items() if p.requires_grad)
+        if not self._open:
+            self._touched.clear()
         if trainable != self._trainable:
             self._build(trainable)
         elif not self._open:
             for bucket in self.buckets:
                 bucket.buffer.zero_()
-            self._touched.clear()
         self._open = True
         for bucket in self.buckets:
             bucket.launched = False
