@@ -42,8 +42,9 @@ class ShardedOptimizer:
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
         buffer: their gradients; laid out.
-        group: the replicas; None: there is one.
+        group: the replicas, for what runs in the lane; None: there is one.
         lane: where parameters are gathered.
+        replicas: a group of the replicas for everything else.
         gather: brings every rank's part of a flat tensor to all; called in the lane.
         found: how the optimizer can be divided; not "none".
         whole_gradients: each rank gets whole gradients in ``p.grad``, for readers; else its shares.
@@ -60,6 +61,7 @@ class ShardedOptimizer:
         found: Separability,
         lane: Lane,
         *,
+        replicas: dist.ProcessGroup | None,
         gather: Callable[[Tensor], None],
         whole_gradients: bool,
         lazily: bool,
@@ -76,6 +78,7 @@ class ShardedOptimizer:
         self._size = 1 if group is None else dist.get_world_size(group)
         self._found = found
         self._lane = lane
+        self._replicas = replicas
         self._gather_parts = gather
         self._lazily = lazily
         self._master = master_weights
@@ -307,12 +310,15 @@ class ShardedOptimizer:
             local,
             self._buffer.parameters,
             element_keys=self._element_keys,
-            group=self._group,
+            group=self._replicas,
             destination=destination,
         )
 
     def destination(self, name: str) -> int:
-        """The replica that holds most of a parameter's state, and so brings it into a folder."""
+        """The replica that brings a parameter's state into a folder: the one that holds most of it. Ranks of a tensor
+        group, whose parts may be of unlike sizes, go by its place, so that they agree."""
+        if any(sharded.is_sharded(p) for p in self._buffer.parameters.values()):
+            return list(self._group_of).index(name) % self._size
         held = [0] * self._size
         for piece in self._pieces:
             if piece.name == name:

@@ -134,6 +134,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
         dist.group.WORLD,
         found,
         lane,
+        replicas=dist.group.WORLD,
         gather=gather_parts,
         whole_gradients=whole,
         lazily=True,
