@@ -173,8 +173,7 @@ class CheckpointingStrategy(ReplicaCollectives):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
         failed = self._failed and self.world_size > 1
-        sharded_states = self._shards is not None and "optimizer_states" in checkpoint
-        if failed and (not self._writes_folders or sharded_states):
+        if failed and (not self._writes_folders or self._shards is not None):
             # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
             warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part")
             return

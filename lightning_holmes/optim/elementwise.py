@@ -9,6 +9,7 @@ other twins step parts of it, each on its own. Same numbers, then the parts may 
 
 import copy
 import itertools
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,27 @@ class _Outcome:
 
     value: Tensor
     state: Mapping[str, Any]
+
+
+def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds that a step takes for each element of large parameters, measured on a tensor of a million."""
+    group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
+    parameter = nn.Parameter(torch.ones(1024, 1024, dtype=dtype, device=device))
+    twin = _twin(optimizer, group, [parameter])
+    best = float("inf")
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        _synchronise(device)
+        began = time.perf_counter()
+        type(optimizer).step(twin)
+        _synchronise(device)
+        best = min(best, time.perf_counter() - began)
+    return best / parameter.numel()
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _test_group(

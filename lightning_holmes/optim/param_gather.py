@@ -193,6 +193,12 @@ class ParameterGather:
         for arrival in reversed(arrivals):
             arrival.wait()
 
+    def abandon(self) -> None:
+        """Do not wait any more for what is under way."""
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            arrival.forget()
+
     def close(self) -> None:
         """Wait, and give each parameter memory of its own again."""
         self.finish()
@@ -225,6 +231,11 @@ class _Arrival:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             ticket.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Make the parameters ordinary ones."""
+        self._ticket = None
         marked, self._marked = self._marked, []
         for parameter in marked:
             parameter.__class__ = nn.Parameter

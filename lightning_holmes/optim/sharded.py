@@ -232,6 +232,12 @@ class ShardedOptimizer:
             tensor.grad = None if parameter.grad is None else self._part_of(piece, parameter.grad).to(tensor.dtype)
             self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
 
+    def note_shown(self) -> None:
+        """What ``p.grad`` is now is ours, not a hook's."""
+        for name in self._shown:
+            gradient = self._buffer.parameters[name].grad
+            self._shown[name] = (gradient, _version(gradient))
+
     def _part_of(self, piece: Piece, gradient: Tensor | None) -> Tensor:
         assert gradient is not None
         tensor = self._tensors[piece]
@@ -292,6 +298,20 @@ class ShardedOptimizer:
                 place = piece.stop
             if place < flat.numel():
                 yield flat[place:]
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether ``p.grad`` of the module's parameters is what the optimizer steps with."""
+        return self.whole_gradients and not self._master
+
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps on this rank."""
+        return [*self._tensors.values(), *([] if self._filler is None else [self._filler])]
+
+    def clipped(self) -> list[Tensor]:
+        """Every gradient that clipping scales, each element once; whole ones that hooks see among them."""
+        own = [sharded.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
+        return [*own, *self.rest_of_whole()]
 
     # states
 
@@ -356,6 +376,11 @@ class ShardedOptimizer:
 
     def _element_keys(self, name: str) -> frozenset[str]:
         return self._found.element_keys[self._group_of[name]] | {MASTER_WEIGHT}
+
+    def abandon(self) -> None:
+        """The run has failed: wait for nothing any more. Parameters may be a mixture of two steps then."""
+        if self._gather is not None:
+            self._gather.abandon()
 
     def close(self) -> None:
         """Give parameters their own memory again; states can still be collected."""
