@@ -243,7 +243,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
     for step_name, hooks in _BATCH_HOOKS.items():
         own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
         callbacks = any(
-            is_overridden(hook, callback, pl.Callback) and uses_its_arguments(getattr(callback, hook))
+            is_overridden(hook, callback, pl.Callback) and _uses_its_arguments(getattr(callback, hook))
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if isinstance(callback, LambdaCallback)
             or not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
@@ -255,7 +255,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
     return frozenset(found)
 
 
-def uses_its_arguments(hook: Any) -> bool:
+def _uses_its_arguments(hook: Any) -> bool:
     """Whether a callback's hook looks at trainer, module or batch at all; a clock does not, and need not be waited for."""
     code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
     if code is None:

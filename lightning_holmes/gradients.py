@@ -14,6 +14,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -348,7 +349,7 @@ class Gradients:
         own = plugin._after_closure
 
         def after_closure(model: Any, optimizer: Any) -> None:
-            if scaler is not None:  # it has unscaled this rank's pieces
+            if scaler is not None and not _optimizer_handles_unscaling(optimizer):  # it has unscaled the pieces here
                 for rest in shards.rest_of_whole():
                     rest.mul_(1.0 / scaler.get_scale())
                 shards.note_shown()
@@ -360,7 +361,7 @@ class Gradients:
 
     def absorb(self) -> None:
         """Take over what hooks behind the backward have made of ``p.grad``."""
-        if self._shards is not None:
+        if self._shards is not None and self._is_last:
             self._shards.absorb()
 
     @property

@@ -4,7 +4,9 @@ found = test_optimizers(optimizers, device)                      # while groups 
 shards, note = shard_optimizer(options, found, ...)              # None: not sharded
 """
 
+import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_holmes.admission import uses_its_arguments
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.gradients import Gradients
 from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
@@ -33,6 +34,36 @@ _GRADIENT_HOOKS = (
     "on_train_batch_start",
 )
 """Hooks in which ``p.grad`` can be read, from the backward to the next step."""
+_WITHOUT_GRADIENTS = frozenset(
+    [
+        "callback_metrics",
+        "current_epoch",
+        "global_rank",
+        "global_step",
+        "is_global_zero",
+        "is_last_batch",
+        "local_rank",
+        "log",
+        "log_dict",
+        "logged_metrics",
+        "logger",
+        "loggers",
+        "max_epochs",
+        "max_steps",
+        "node_rank",
+        "num_training_batches",
+        "print",
+        "progress_bar_metrics",
+        "sanity_checking",
+        "save_checkpoint",
+        "should_stop",
+        "train_dataloader",
+        "training",
+        "validating",
+        "world_size",
+    ]
+)
+"""Attributes of a trainer or a module that do not lead to gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +190,9 @@ def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
     module = trainer.lightning_module
     for hook in _GRADIENT_HOOKS:
         if hasattr(pl.LightningModule, hook) and is_overridden(hook, module):
-            yield f"{type(module).__name__}.{hook}", getattr(type(module), hook, None)
+            own = getattr(module, hook)
+            if _may_reach_gradients(own):
+                yield f"{type(module).__name__}.{hook}", own
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         ours = type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
@@ -168,8 +201,36 @@ def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
         for hook in _GRADIENT_HOOKS:
             if hasattr(pl.Callback, hook) and is_overridden(hook, callback, pl.Callback):
                 own = getattr(callback, hook)
-                if uses_its_arguments(own):
+                if _may_reach_gradients(own):
                     yield f"{type(callback).__name__}.{hook}", own
+
+
+def _may_reach_gradients(hook: Any) -> bool:
+    """Whether a hook's code does anything with trainer, module or optimizer but read what holds no gradients."""
+    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    if code is None or code.co_freevars or code.co_cellvars:
+        return True
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    harmless = {"outputs", "batch", "batch_idx", "epoch"}
+    if isinstance(getattr(hook, "__self__", None), pl.Callback):
+        harmless.add(named[0])
+    watched = set(named) - harmless
+    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        watched |= set(code.co_varnames)
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in itertools.zip_longest(instructions, instructions[1:]):
+        if not instruction.opname.startswith("LOAD_FAST"):
+            continue
+        if isinstance(instruction.argval, tuple):  # Python 3.13 loads two at once
+            if watched.intersection(instruction.argval):
+                return True
+        elif instruction.argval in watched and not (
+            following is not None
+            and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and following.argval in _WITHOUT_GRADIENTS
+        ):
+            return True
+    return False
 
 
 def _reads_group_params(hook: Any) -> bool:

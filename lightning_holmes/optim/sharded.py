@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.lane import Lane
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
 from lightning_holmes.optim.param_gather import ParameterGather
@@ -182,7 +183,18 @@ class ShardedOptimizer:
     # a step
 
     def prepare(self) -> None:
-        """Behind a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas."""
+        """Behind a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
+
+        Raises:
+            UnsupportedModuleError: somebody has given the optimizer another group.
+        """
+        if len(self.optimizer.param_groups) != len(self._names):
+            raise UnsupportedModuleError(
+                f"{type(self.optimizer).__name__} was given a parameter group while the module trains "
+                f"({len(self._names)} groups at the start, {len(self.optimizer.param_groups)} now), which a sharded optimizer "
+                f"cannot take; give configure_optimizers all parameters and freeze some by requires_grad, or use "
+                f"sharded_optimizer=False"
+            )
         if self._generation != self._buffer.generation:
             self.finish()
             self._lay_out(self.collect())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.optim.elementwise import test_separability
 from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.sharded import ShardedOptimizer
 
 STEPS = 6
@@ -175,6 +176,57 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 
 
+def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
+    """bf16 parameters with fp32 masters; the plain loop steps fp32 weights and rounds them."""
+    torch.manual_seed(1)
+    module = Net().bfloat16()
+    reference = copy.deepcopy(module).float()
+    plain, optimizer = make(reference), make(module)
+    names = {id(p): n for n, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True, data_parallel_size=4, bucket_bytes=200)
+    buffer.begin()
+    buffer.end()
+    lane = make_lane(torch.device("cpu"))
+    shards = ShardedOptimizer(
+        optimizer,
+        groups,
+        buffer,
+        dist.group.WORLD,
+        test_separability(optimizer, torch.device("cpu")),
+        lane,
+        replicas=dist.group.WORLD,
+        gather=gather_parts,
+        whole_gradients=whole,
+        lazily=True,
+        master_weights=True,
+    )
+    for step in range(STEPS):
+        if step == 3:  # somebody writes to the parameters
+            module.first.weight.data.mul_(0.3)
+            reference.first.weight.data.copy_(module.first.weight.data)
+        buffer.begin()
+        shards.prepare()
+        shards.take_gradients(gather_into(buffer, step, rank, shares=not whole))
+        if whole and step == 4:  # a hook changes a gradient
+            module.third.bias.grad = torch.full((7,), 0.5, dtype=torch.bfloat16)
+        shards.absorb()
+        for (name, ours), parameter in zip(module.named_parameters(), reference.parameters(), strict=True):
+            parameter.grad = summed(step, name, ours)
+        if whole and step == 4:
+            reference.third.bias.grad = torch.full((7,), 0.5)
+        plain.step()
+        optimizer.step()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach().float(), theirs.detach(), rtol=1e-2, atol=1e-6)
+    for name, state in shards.collect().items():
+        master = state[MASTER_WEIGHT]
+        torch.testing.assert_close(master, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(master, master.bfloat16().float()) or master.numel() < 2
+    shards.close()
+    lane.close()
+
+
 def run_all(payload: Any) -> list[str]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -183,4 +235,7 @@ def run_all(payload: Any) -> list[str]:
         for whole in (False, True):
             compare(name, make, level, whole=whole, rank=dist.get_rank())
             done.append(name)
+        if name in ("adamw", "adafactor"):
+            for whole in (False, True):
+                compare_masters(make, whole=whole or level == "parameters", rank=dist.get_rank())
     return done
