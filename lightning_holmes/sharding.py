@@ -210,13 +210,12 @@ def _may_reach_gradients(hook: Any) -> bool:
     code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
     if code is None or code.co_freevars or code.co_cellvars:
         return True
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
     harmless = {"outputs", "batch", "batch_idx", "epoch"}
     if isinstance(getattr(hook, "__self__", None), pl.Callback):
         harmless.add(named[0])
     watched = set(named) - harmless
-    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
-        watched |= set(code.co_varnames)
     instructions = list(dis.get_instructions(code))
     for instruction, following in itertools.zip_longest(instructions, instructions[1:]):
         if not instruction.opname.startswith("LOAD_FAST"):

@@ -763,6 +763,8 @@ class HolmesStrategy(CheckpointingStrategy):
         self._last_step = step
         if self._clock is not None:
             self._clock.begin_step(step)
+        if self._shards is not None and self._parameter_groups is not None:
+            self._parameter_groups.names_of(self._shards.optimizer)  # of groups added since, before they are divided
         self._gradients.begin(last=not self._accumulating)
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales

@@ -49,6 +49,11 @@ class Clock(pl.Callback):
         pl_module.log("time", 1.0)
 
 
+class Ticks(pl.Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started = True
+
+
 class Norms(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.largest = max(p.grad.norm() for p in pl_module.parameters())
@@ -80,7 +85,7 @@ def test_hooks_that_may_reach_gradients() -> None:
         trainer: Any = SimpleNamespace(lightning_module=module, callbacks=list(callbacks))
         return [name for name, _ in gradient_readers(trainer)]
 
-    assert found(pl.LightningModule(), Clock(), pl.callbacks.LearningRateMonitor()) == []
+    assert found(pl.LightningModule(), Clock(), Ticks(), pl.callbacks.LearningRateMonitor()) == []
     assert found(Module(), Norms(), Hidden()) == ["Norms.on_before_optimizer_step", "Hidden.on_after_backward"]
     assert found(Clipping()) == ["Clipping.configure_gradient_clipping"]
     asked = pl.callbacks.LambdaCallback(on_train_batch_end=lambda trainer, module, *_: module.zero_grad())

@@ -61,15 +61,15 @@ def module_state_dict(
     return {key: whole[key] for key in order if key in whole}
 
 
-def parameter_group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters in each group of ``optimizer``, which still holds all of them.
+def parameter_group_names(module: nn.Module, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
+    """The names of the parameters in each group of ``optimizer`` from the ``first`` on, which still holds all of them.
 
     Raises:
         ConfigurationError: the optimizer holds a tensor that is no parameter of the module.
     """
     names = {id(p): n for n, p in module.named_parameters()}
     groups = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups[first:], start=first):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise ConfigurationError(

@@ -48,11 +48,14 @@ class Separability:
     state_bytes: float
 
 
-def test_separability(optimizer: Optimizer, device: torch.device) -> Separability:
+def test_separability(
+    optimizer: Optimizer, device: torch.device, groups: Sequence[Mapping[str, Any]] | None = None
+) -> Separability:
     """Test ``optimizer``, whose parameters and states are left alone.
 
     Args:
         device: where its parameters will be; they may be on the meta device now.
+        groups: those of its groups that are tested; None: all.
     """
     holder = _holds_parameters(optimizer)
     if holder:
@@ -60,7 +63,7 @@ def test_separability(optimizer: Optimizer, device: torch.device) -> Separabilit
     level: Level = "elements"
     reason, keys, most = "", [], 0.0
     seen: dict[str, _GroupResult] = {}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if groups is None else groups:
         cases = sorted({(max(1, p.ndim), p.dtype) for p in group["params"]}, key=str)
         options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr", "name")}
         known = repr((cases, options))

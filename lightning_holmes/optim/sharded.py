@@ -16,6 +16,7 @@ are rounded from them behind each step (as Megatron's distributed optimizer does
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.lane import Lane
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.elementwise import Separability
+from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
 from lightning_holmes.optim.param_gather import ParameterGather
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
@@ -185,19 +186,34 @@ class ShardedOptimizer:
     def prepare(self) -> None:
         """Behind a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
 
+        Groups that somebody has added meanwhile, with parameters of this rank's stages, are divided, too.
+
         Raises:
-            UnsupportedModuleError: somebody has given the optimizer another group.
+            UnsupportedModuleError: such a group cannot be divided as the others are.
         """
-        if len(self.optimizer.param_groups) != len(self._names):
-            raise UnsupportedModuleError(
-                f"{type(self.optimizer).__name__} was given a parameter group while the module trains "
-                f"({len(self._names)} groups at the start, {len(self.optimizer.param_groups)} now), which a sharded optimizer "
-                f"cannot take; give configure_optimizers all parameters and freeze some by requires_grad, or use "
-                f"sharded_optimizer=False"
-            )
-        if self._generation != self._buffer.generation:
+        added = self.optimizer.param_groups[len(self._names) :]
+        if added:
+            self._take_groups(added)
+        elif self._generation != self._buffer.generation:
             self.finish()
             self._lay_out(self.collect())
+
+    def _take_groups(self, added: Sequence[dict[str, Any]]) -> None:
+        parameters = self._buffer.parameters
+        device = next(iter(parameters.values())).device
+        found = test_separability(self.optimizer, device, added)
+        if found.level != "elements" and (self.by_elements or found.level == "none"):
+            raise UnsupportedModuleError(
+                f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "
+                f"divided among replicas as the others are: {found.reason}; use sharded_optimizer=False"
+            )
+        states = self.collect()
+        names = {id(p): n for n, p in parameters.items()}
+        self._found = replace(self._found, element_keys=(*self._found.element_keys, *found.element_keys))
+        for group in added:
+            self._names.append([names[id(p)] for p in group["params"]])
+        self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
+        self._lay_out(states)
 
     def take_gradients(self, reached: frozenset[str]) -> None:
         """Give each piece its gradient, out of reduced buckets; None where the parameter has none on any replica.
