@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning
 from strategy_cases import Classifier, build, samples
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ class Reader(pl.Callback):
     """Reads parameters at different places, in a way that nobody has announced."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, list[float]] = {"batch_end": [], "batch_start": [], "after": []}
+        self.sums: dict[str, list[float]] = {"batch_end": [], "batch_start": []}
         self.under_way = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -33,6 +33,16 @@ class Reader(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.under_way += sum(type(p) is not torch.nn.Parameter for p in pl_module.parameters())
         self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
+
+
+class Unfreezing(BaseFinetuning):
+    """Would add parameters to the optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
 
 
 class Changing(AdamW):
@@ -90,7 +100,7 @@ def run_all(payload: Any) -> dict[str, Any]:
     if payload is not None:
         for name, holmes, callbacks in (
             ("off", {"sharded_optimizer": "auto"}, []),
-            ("finetuning", {"sharded_optimizer": True}, [BackboneFinetuning()]),
+            ("finetuning", {"sharded_optimizer": True}, [Unfreezing()]),
         ):
             made = strategy(**holmes)
             made.on_exception = lambda exception: None
@@ -116,5 +126,5 @@ def run_masters(payload: Any) -> dict[str, Any]:
 
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
-    state = ran.strategy.optimizer_state(ran.optimizers[0])["state"]
-    return {"weights": weights, "losses": losses, "state": {k: v["master_weight"] for k, v in state.items()}}
+    states = ran.strategy._shards.collect()
+    return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}
