@@ -22,6 +22,7 @@ from lightning_holmes.checkpoint import lightning_hooks, resume
 from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.placement import Placement
@@ -43,6 +44,7 @@ class CheckpointingStrategy(ReplicaCollectives):
     _placement: Placement | None
     _failed: bool
     _parameter_groups: ParameterGroups | None
+    _shards: ShardedOptimizer | None
     _base_seed: int
     _timeout: timedelta | None
     _explaining: Callable[[], AbstractContextManager[None]]
@@ -122,15 +124,34 @@ class CheckpointingStrategy(ReplicaCollectives):
             return {}
         assert self._parameter_groups is not None
         names = self._parameter_groups.names_of(optimizer)
+        collected = self._collected_states()
         if self._writes_folders:
-            return checkpoints.optimizer_part(optimizer, names, pipeline)
+            return checkpoints.optimizer_part(optimizer, names, pipeline, collected)
         root = self._gathering_rank()
         if root is None or self._failed:
             return {}
         with self._explaining():
             return checkpoints.optimizer_state_dict(
-                optimizer, names, pipeline, self._groups.edges, root=root, keeps=self._keeps_gathered
+                optimizer,
+                names,
+                pipeline,
+                self._groups.edges,
+                root=root,
+                keeps=self._keeps_gathered,
+                collected=collected,
             )
+
+    def _collected_states(self) -> dict[str, dict[str, Any]] | None:
+        """Optimizer states, each on the replica that writes it, if the optimizer is sharded; all ranks must call."""
+        shards = self._shards
+        if shards is None:
+            return None
+        if self._failed and self.world_size > 1:
+            return {}  # see save_checkpoint
+        assert self._placement is not None
+        first = self._placement.coordinate(0)[1]
+        with self._explaining():
+            return shards.collect(shards.destination if self._writes_folders else lambda name: first)
 
     def _gathering_rank(self) -> int | None:
         """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others.
@@ -152,9 +173,9 @@ class CheckpointingStrategy(ReplicaCollectives):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
         failed = self._failed and self.world_size > 1
-        if failed and not self._writes_folders:
+        if failed and (not self._writes_folders or self._shards is not None):
             # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
-            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part of the module")
+            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part")
             return
         if "loops" in checkpoint:
             self._keeper.add_what_resuming_needs(self._job, checkpoint, base_seed=self._base_seed, failed=failed)
@@ -177,6 +198,7 @@ class CheckpointingStrategy(ReplicaCollectives):
             "order": list(state),
             "parameters": frozenset(n for n, value in state.items() if isinstance(value, nn.Parameter)),
             "plan": plan,
+            "dealt": self._shards is not None,
         }
         if failed:
             try:
@@ -239,7 +261,7 @@ class CheckpointingStrategy(ReplicaCollectives):
         for optimizer, state in zip(self.optimizers, saved, strict=True):
             names = self._parameter_groups.names_of(optimizer)
             with self._explaining():
-                checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters)
+                checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters, self._shards)
             _optimizers_to_device([optimizer], self.root_device)
         assert self.lightning_module is not None
         _restore_loaders(self.lightning_module.trainer.fit_loop)

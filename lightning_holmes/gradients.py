@@ -6,12 +6,15 @@ gradients.end()                            # behind them; p.grad is empty now
 gradients.hand_over(last=True)             # inside Strategy.backward: p.grad is what the optimizer shall see
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,11 +25,21 @@ from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
+from lightning_holmes.optim.clip import (
+    clip_by_norm,
+    clip_by_value,
+    clip_parts_by_norm,
+    clip_parts_by_value,
+    global_grad_norm,
+    norm_over_groups,
+)
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES, GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.optim.loss_scale import LossScale
+from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.replicated import check_replicated
+from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.sync_chooser import SyncChooser
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import BEFORE
@@ -35,6 +48,7 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+_SHARING_TRIALS = 3
 _LOOK_EVERY = 20  # windows between two looks at what other groups have changed
 
 
@@ -103,6 +117,7 @@ class Gradients:
 
     Args:
         scaler: of ``precision="16-mixed"``, or None.
+        flat: keep flat buffers even where nothing is reduced.
         board: where groups tell how they sum; None where there are no groups.
     """
 
@@ -116,6 +131,7 @@ class Gradients:
         scaler: Any,
         options: GradientOptions | None = None,
         board: SyncBoard | None = None,
+        flat: bool = False,
     ) -> None:
         options = options or GradientOptions()
         self._pipeline = pipeline
@@ -130,7 +146,7 @@ class Gradients:
         split = any(map(sharded.is_sharded, parameters.values()))
         self._buffer = GradBuffer(
             parameters,
-            flat=reduced or split or (low and plan.placement.world_size > 1) or options.grad_dtype != "fp32",
+            flat=flat or reduced or split or (low and plan.placement.world_size > 1) or options.grad_dtype != "fp32",
             data_parallel_size=plan.data_parallel_size,
             bucket_bytes=DEFAULT_BUCKET_BYTES if options.bucket_bytes == "auto" else options.bucket_bytes,
             grad_dtype=GRAD_DTYPES[options.grad_dtype],
@@ -162,6 +178,8 @@ class Gradients:
                 sizes_buckets=options.bucket_bytes == "auto",
             )
         self._scale = None if scaler is None else LossScale(scaler, groups.pipeline, device)
+        self._shards: ShardedOptimizer | None = None
+        self._surrounded: Any = None
         self._copies_checked = groups.tensor_parallel is None
         self._is_last = False
         self._windows = 0
@@ -174,6 +192,8 @@ class Gradients:
         if self._chooser is not None:
             self._chooser.before_window()
         self._buffer.begin()
+        if self._shards is not None:
+            self._shards.prepare()
         if anew and self._chooser is not None:
             choice = self._chooser.in_empty_window(self._windows)
             if choice is not None and self._board is not None and self._is_first_member:
@@ -235,9 +255,114 @@ class Gradients:
             self._sync.finish_grad_sync()
             self._windows += 1
             self._look_at_board()
-        self._buffer.expose(last=last)
+        shards = self._shards
+        self._buffer.expose(last=last, shown=not last or shards is None or shards.whole_gradients)
+        if last and shards is not None:
+            shards.take_gradients(self._buffer.reached())
         if last and self._scale is not None:
-            self._scale.agree(self._buffer.parameters.values())
+            self._scale.agree(self._buffer.parameters.values() if shards is None else shards.stepped())
+
+    # a sharded optimizer
+
+    def lay_out(self) -> GradBuffer:
+        """Lay the buckets out now, before the first batch; all ranks must call."""
+        self.begin(last=False)
+        self.end()
+        self._buffer.seal()
+        self._buffer.expose(last=True)
+        return self._buffer
+
+    def shard(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        found: Separability,
+        *,
+        whole_gradients: bool,
+        master_weights: bool,
+        plugin: "pl.plugins.Precision",
+    ) -> ShardedOptimizer:
+        """Divide ``optimizer`` among the replicas from now on, behind :meth:`lay_out`; all ranks must call.
+
+        Args:
+            names: for each of its groups, those of this rank's parameters.
+            whole_gradients: hooks of the user read ``p.grad``.
+            plugin: whose scaler and hooks see the gradients.
+        """
+        module = self._pipeline.module
+        sync_groups = self._groups.gradients
+        shards = ShardedOptimizer(
+            optimizer,
+            names,
+            self._buffer,
+            None if sync_groups is None else sync_groups.whole,
+            found,
+            self._lane,
+            replicas=self._groups.data_parallel,
+            gather=self._gather_parts,
+            whole_gradients=whole_gradients,
+            lazily=can_gather_lazily(module),
+            master_weights=master_weights,
+        )
+        shards.watch(module)
+        self._shards = shards
+        self._sync.shares = sync_groups is not None and not shards.whole_gradients
+        scaler = getattr(plugin, "scaler", None)
+        if self._scale is not None:
+            shards.fill(self._device)
+            self._scale = LossScale(
+                scaler, self._groups.pipeline, self._device, shares_group=self._groups.data_parallel
+            )
+        self._surround_hooks(plugin, shards, scaler)
+        return shards
+
+    def measure_sharing(self) -> tuple[float, float, float]:
+        """Seconds of summing all buckets, of summing each replica's share, and of gathering as much; the slowest
+        replica's. Behind :meth:`lay_out`; buckets hold zeros. All ranks must call."""
+        collective, sync_groups = self._sync.collective, self._groups.gradients
+        buckets = self._buffer.buckets
+        if collective is None or sync_groups is None or not buckets:
+            return 0.0, 0.0, 0.0
+        largest = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
+        seconds = torch.zeros(3, device=self._device)
+        for place, function in enumerate((collective.sum, collective.scatter, collective.gather)):
+            taken = []
+            for _ in range(_SHARING_TRIALS):
+                ticket = self._lane.start(functools.partial(function, largest))
+                ticket.wait()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                taken.append(ticket.seconds() or 0.0)
+            seconds[place] = min(taken)
+        seconds *= sum(bucket.buffer.numel() for bucket in buckets) / max(1, largest.numel())
+        group = sync_groups.whole
+        self._lane.start(lambda: dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)).wait()
+        sum_s, scatter_s, gather_s = seconds.tolist()
+        return sum_s, scatter_s, gather_s
+
+    def _gather_parts(self, tensor: Tensor) -> None:
+        assert self._sync.collective is not None
+        self._sync.collective.gather(tensor)
+
+    def _surround_hooks(self, plugin: Any, shards: ShardedOptimizer, scaler: Any) -> None:
+        """Let the hooks between backward and step see whole gradients where they read them, and change them."""
+        own = plugin._after_closure
+
+        def after_closure(model: Any, optimizer: Any) -> None:
+            if scaler is not None and not _optimizer_handles_unscaling(optimizer):  # it has unscaled the pieces here
+                for rest in shards.rest_of_whole():
+                    rest.mul_(1.0 / scaler.get_scale())
+                shards.note_shown()
+            own(model, optimizer)
+            shards.absorb()
+
+        plugin._after_closure = after_closure
+        self._surrounded = plugin
+
+    def absorb(self) -> None:
+        """Take over what hooks behind the backward have made of ``p.grad``."""
+        if self._shards is not None and self._is_last:
+            self._shards.absorb()
 
     @property
     def _is_first_member(self) -> bool:
@@ -262,6 +387,11 @@ class Gradients:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
         owned = {id(p) for n, p in self._pipeline.module.named_parameters() if self._pipeline.is_owner(n)}
+        shards = self._shards
+        if shards is not None and not shards.shows_gradients:
+            given = {id(p) for p in parameters}
+            wanted = {n for n, p in self._buffer.parameters.items() if id(p) in given}
+            return self._norm_of_pieces(lambda name: name in wanted)
         return global_grad_norm(
             parameters,
             counts=lambda p: id(p) in owned,
@@ -270,21 +400,54 @@ class Gradients:
             device=self._device,
         )
 
+    def _norm_of_pieces(self, wanted: Callable[[str], bool]) -> Tensor:
+        """The 2-norm over stages, tensor groups and replicas of the gradients that the optimizers step with."""
+        assert self._shards is not None
+        tensor_group = self._groups.tensor_parallel
+        first = tensor_group is None or self._groups.tensor_parallel_rank == 0
+        parameters = self._buffer.parameters
+
+        def counts(name: str) -> bool:
+            split = sharded.is_split(parameters[name])
+            return wanted(name) and self._pipeline.is_owner(name) and (first or split)
+
+        return norm_over_groups(
+            list(self._shards.gradients(counts)),
+            (self._groups.pipeline, tensor_group, self._groups.data_parallel),
+            self._device,
+        )
+
     def take_over_clipping(self, plugin: "pl.plugins.Precision") -> None:
         """Make Lightning's clipping by norm use the norm over all stages, and know of sharded gradients."""
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+            if self._shards is not None:
+                self._shards.absorb()
+                norm = self._norm_of_pieces(lambda name: True)
+                clip_parts_by_norm(self._shards.clipped(), clip_val, norm)
+                self._shards.note_shown()
+                return
             parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
             clip_by_norm(parameters, clip_val, self.norm(plugin.main_params(optimizer)))
 
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-        if sharded.has_sharded_parameters(self._pipeline.module):
-            plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value(  # type: ignore[method-assign]
-                list(plugin.main_params(optimizer)), clip_val
-            )
+
+        def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+            if self._shards is not None:
+                self._shards.absorb()
+                clip_parts_by_value(self._shards.clipped(), clip_val)
+                self._shards.note_shown()
+            else:
+                clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+        plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Let go of buffers, hooks and the lane."""
+        if self._shards is not None:
+            self._shards.close()
+        if self._surrounded is not None:
+            vars(self._surrounded).pop("_after_closure", None)
         self._buffer.close()
         self._lane.close()
 

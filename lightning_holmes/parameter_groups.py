@@ -56,7 +56,7 @@ class ParameterGroups:
         index = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
         known = len(self._names[index])
         if len(optimizer.param_groups) > known:
-            added = checkpoint.parameter_group_names(self._pipeline.module, optimizer)[known:]
+            added = checkpoint.parameter_group_names(self._pipeline.module, optimizer, known)
             self._names[index] = [*self._names[index], *added]
             checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
         return self._names[index]

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_holmes import admission, agreement, checkpoint
+from lightning_holmes import admission, agreement, checkpoint, sharding
 from lightning_holmes.averaging import WeightAverages
 from lightning_holmes.building import ModuleBuilder
 from lightning_holmes.callbacks import ModuleStateSync
@@ -55,6 +55,7 @@ from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.live_plan import LivePlan, PlanRequest, ProfileKind, decide
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
@@ -115,6 +116,9 @@ class HolmesStrategy(CheckpointingStrategy):
         compression: of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
             columns; not exact.
         activation_dtype: "bf16": activations and their gradients cross between clusters rounded to it; not exact.
+        sharded_optimizer: each replica keeps its share of the optimizer's state, and updates its share of the parameters.
+            "auto": where the whole state does not fit, or is slower by what is measured (see docs/sharded-optimizer.md).
+        master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.monitoring``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
@@ -151,6 +155,8 @@ class HolmesStrategy(CheckpointingStrategy):
         compression: Literal["bf16", "fp16", "powersgd"] | None = None,
         powersgd_rank: int = 2,
         activation_dtype: Literal["bf16"] | None = None,
+        sharded_optimizer: bool | Literal["auto"] = "auto",
+        master_weights: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -198,6 +204,10 @@ class HolmesStrategy(CheckpointingStrategy):
         if activation_dtype not in (None, "bf16"):
             raise ConfigurationError(f'activation_dtype={activation_dtype!r} is unknown; use "bf16" or None')
         self._activation_dtype = None if activation_dtype is None else torch.bfloat16
+        self._sharding_options = sharding.ShardingOptions(
+            sharded_optimizer=sharded_optimizer, master_weights=master_weights
+        )
+        self._shards = None
         self._broadcast_batch = broadcast_batch
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -484,6 +494,9 @@ class HolmesStrategy(CheckpointingStrategy):
             self.setup_optimizers(trainer)
             admission.check_optimizers(self.optimizers)
             group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
+            separability = None
+            if self.optimizers and sharding.wants_shards(self._sharding_options, self.data_parallel_size):
+                separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
         if fitting and structure is not None:
             self._summarise_whole_module(trainer)
         self._pipeline.install()
@@ -506,8 +519,10 @@ class HolmesStrategy(CheckpointingStrategy):
                 scaler=scaler,
                 options=self._gradient_options,
                 board=self._make_board(),
+                flat=self._sharding_options.master_weights,
             )
             self._gradients.take_over_clipping(self.precision_plugin)
+            self._shard_optimizer(trainer, separability)
         self._driver = StepDriver(
             self._pipeline,
             self._groups.edges,
@@ -532,6 +547,28 @@ class HolmesStrategy(CheckpointingStrategy):
         self._same_metrics_everywhere(module)
         agreement.share_random_state(self._groups)
         self._state.watch()
+
+    def _shard_optimizer(self, trainer: "pl.Trainer", found: Separability | None) -> None:
+        """Divide the optimizer among the replicas, if that is asked for or better."""
+        self._shards = None
+        if found is None:
+            return
+        assert self._gradients is not None and self._pipeline is not None and self._parameter_groups is not None
+        optimizer = self.optimizers[0]
+        local = self._pipeline.local_parameters
+        self._shards, choice = sharding.shard_optimizer(
+            self._sharding_options,
+            found,
+            optimizer,
+            [[n for n in names if n in local] for names in self._parameter_groups.names_of(optimizer)],
+            self._gradients,
+            trainer,
+            data_parallel_size=self.data_parallel_size,
+            device=self.root_device,
+            gather=self._job.all_gather,
+        )
+        if self.is_global_zero:
+            print(choice.describe(), flush=True)
 
     def _make_board(self) -> SyncBoard | None:
         """Where groups of replicas tell rank 0 how they sum their gradients."""
@@ -563,6 +600,7 @@ class HolmesStrategy(CheckpointingStrategy):
             **dataclasses.asdict(self._options),
             "profile": self._profile,
             **dataclasses.asdict(self._gradient_options),
+            **dataclasses.asdict(self._sharding_options),
             "activation_dtype": self._activation_dtype,
             "broadcast_batch": self._broadcast_batch,
             "process_group_backend": self._process_group_backend,
@@ -725,6 +763,8 @@ class HolmesStrategy(CheckpointingStrategy):
         self._last_step = step
         if self._clock is not None:
             self._clock.begin_step(step)
+        if self._shards is not None and self._parameter_groups is not None:
+            self._parameter_groups.names_of(self._shards.optimizer)  # of groups added since, before they are divided
         self._gradients.begin(last=not self._accumulating)
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales
@@ -751,6 +791,8 @@ class HolmesStrategy(CheckpointingStrategy):
     def _evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         assert self._plan is not None
         place = tuple(a for a in arguments if isinstance(a, int))
+        if self._shards is not None:
+            self._shards.finish()  # some of torch's modules run evaluation otherwise while anything watches parameters
         if self._clock is not None:
             self._clock.interrupt()
         with self._explaining():
@@ -816,6 +858,7 @@ class HolmesStrategy(CheckpointingStrategy):
             self._gradients.hand_over(last=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
+        self._gradients.absorb()
         return closure_loss
 
     def optimizer_step(
@@ -891,6 +934,8 @@ class HolmesStrategy(CheckpointingStrategy):
         if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.ends_together:
             return  # no rank has failed, and callbacks may save
         self._failed = True
+        if self._shards is not None:
+            self._shards.abandon()
         self._saved_weights = None
         if self._watch is not None:
             self._watch.report(exception)

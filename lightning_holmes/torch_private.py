@@ -5,6 +5,7 @@ No other file imports a name with a leading underscore from torch.
 
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -29,12 +30,14 @@ __all__ = [
     "gloo_group",
     "is_backend_registered",
     "is_batch_norm",
+    "is_compiled",
     "local_tensor",
     "nccl_options",
     "operator_name",
     "set_local_tensor",
     "tensor_version",
     "without_modes",
+    "without_torch_functions",
     "written_arguments",
 ]
 
@@ -211,3 +214,14 @@ def backward_has_run(node: Any) -> bool:
             except RuntimeError:
                 return True
     return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has made a module, or ``module.compile()`` has compiled it in place."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside: operations see tensors whose class has a ``__torch_function__`` as ordinary ones."""
+    made: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return made

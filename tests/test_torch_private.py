@@ -161,3 +161,20 @@ def test_operators_that_compute_are_told_from_views() -> None:
     assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))
     assert not torch_private.computes(torch.ops.prim.device.default)
     assert all(map(torch_private.computes, (ops.mm.default, ops.add.Tensor, ops.add_.Tensor, ops.clone.default)))
+
+
+def test_compiled_modules_are_known_and_tensor_classes_can_be_left_out() -> None:
+    compiled = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(compiled)
+    compiled.compile()
+    assert torch_private.is_compiled(compiled) and torch_private.is_compiled(torch.compile(nn.Linear(2, 2)))
+
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return "told"
+
+    tensor = torch.ones(2).as_subclass(Told)
+    assert torch.sum(tensor) == "told"
+    with torch_private.without_torch_functions():
+        assert float(torch.sum(tensor)) == 2.0

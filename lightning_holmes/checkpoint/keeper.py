@@ -100,6 +100,7 @@ class CheckpointKeeper:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
+        dealt: bool,
         background: bool,
     ) -> None:
         """Write ``checkpoint``, whose states are this rank's parts, as a folder; all ranks must call.
@@ -108,6 +109,7 @@ class CheckpointKeeper:
             order: the names of the whole ``state_dict``.
             parameters: those of them that are parameters.
             plan: the plan as YAML.
+            dealt: optimizer states are on one replica each already.
         """
         self._writer.wait()
         # gathered, not broadcast: behind it every rank's writer has ended, and read what is to be forgotten
@@ -116,7 +118,7 @@ class CheckpointKeeper:
             self._last.forget(TOPICS)
         target = _local(name)
         systems = self._systems(job, target.parent)
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan)
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
         if background:
             save = FolderSave(**{**_fields(save), "values": self._staging.copy(save.values)})
         meeting = self._last = Meeting(_client(job), job.rank, job.size, token, job.timeout)
@@ -131,6 +133,7 @@ class CheckpointKeeper:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
+        dealt: bool,
     ) -> None:
         """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
 
@@ -145,7 +148,7 @@ class CheckpointKeeper:
         if systems is None:
             raise CheckpointError(f"nothing has been saved to {target.parent} before the failure")
         token = f"failure-{checkpoint['global_step']}"
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan)
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
         save.run(Meeting(_client(job), job.rank, job.size, f"{token}-{target.name}", _TOGETHER))
 
     def _folder_save(
@@ -158,6 +161,7 @@ class CheckpointKeeper:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
+        dealt: bool,
     ) -> FolderSave:
         rest = dict(checkpoint)
         state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
@@ -171,7 +175,7 @@ class CheckpointKeeper:
             target=target,
             token=token,
             file_systems=systems,
-            values=_share(job, values, parameters),
+            values=_share(job, values, parameters, dealt),
             order=order,
             num_optimizers=len(optimizers or []),
             rest=buffer.getvalue(),
@@ -275,9 +279,11 @@ class CheckpointKeeper:
         return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
 
 
-def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str]) -> dict[Value, Any]:
+def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], dealt: bool) -> dict[Value, Any]:
     """What this rank writes; the ranks of a tensor group, which must call together, divide their replica's share."""
-    ours = share_of(values, parameters, job.replica, job.num_replicas)
+    alone = {name: value for name, value in values.items() if dealt and name[0] != "state_dict"}
+    alike = {name: value for name, value in values.items() if name not in alone}
+    ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone
     if job.tensor_size == 1:
         return made_whole(ours, ours)
     return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))

@@ -36,15 +36,37 @@ def module_part(pipeline: PipelineModule) -> dict[str, Any]:
     }
 
 
-def optimizer_part(optimizer: Optimizer, groups: Sequence[Sequence[str]], pipeline: PipelineModule) -> dict[str, Any]:
-    """The optimizer's groups with the names of all their parameters, and the states that count on this rank."""
-    parameters = dict(pipeline.module.named_parameters())
-    state = {
-        name: dict(optimizer.state[parameters[name]])
-        for names in groups
-        for name in names
-        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state
-    }
+def local_states(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    pipeline: PipelineModule,
+    collected: Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, dict[str, Any]]:
+    """The states of the parameters whose copy on this rank's stages counts, by name.
+
+    Args:
+        collected: those that a sharded optimizer has brought to this rank; None: the optimizer has them itself.
+    """
+    if collected is None:
+        parameters = dict(pipeline.module.named_parameters())
+        collected = {
+            name: optimizer.state[parameters[name]]
+            for names in groups
+            for name in names
+            if name in pipeline.local_parameters and parameters[name] in optimizer.state
+        }
+    return {name: dict(state) for name, state in collected.items() if pipeline.is_owner(name)}
+
+
+def optimizer_part(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    pipeline: PipelineModule,
+    collected: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The optimizer's groups with the names of all their parameters, and the states that count on this rank; see
+    :func:`local_states`."""
+    state = local_states(optimizer, groups, pipeline, collected)
     described = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
         for group, names in zip(optimizer.param_groups, groups, strict=True)

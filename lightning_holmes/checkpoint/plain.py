@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_holmes.checkpoint.parts import local_states
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.edges import Edges
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 
@@ -59,15 +61,15 @@ def module_state_dict(
     return {key: whole[key] for key in order if key in whole}
 
 
-def parameter_group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters in each group of ``optimizer``, which still holds all of them.
+def parameter_group_names(module: nn.Module, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
+    """The names of the parameters in each group of ``optimizer`` from the ``first`` on, which still holds all of them.
 
     Raises:
         ConfigurationError: the optimizer holds a tensor that is no parameter of the module.
     """
     names = {id(p): n for n, p in module.named_parameters()}
     groups = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups[first:], start=first):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise ConfigurationError(
@@ -101,17 +103,16 @@ def optimizer_state_dict(
     *,
     root: int,
     keeps: bool = True,
+    collected: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state as plain Lightning numbers it (by place in the whole module's groups), on the
     pipeline's rank ``root``; without states elsewhere. All ranks of the replica must call, one of a tensor group
-    ``keeps`` it."""
-    parameters = dict(pipeline.module.named_parameters())
+    ``keeps`` it. ``collected``: see :func:`local_states`."""
     local: dict[str, Any] = {}
-    for name in (name for names in groups for name in names):
-        if name in pipeline.local_parameters and pipeline.is_owner(name) and parameters[name] in optimizer.state:
-            found = tree.map_tensors(whole_on_host, dict(optimizer.state[parameters[name]]))
-            if keeps:
-                local[name] = found
+    for name, state_here in local_states(optimizer, groups, pipeline, collected).items():
+        found = tree.map_tensors(whole_on_host, state_here)
+        if keeps:
+            local[name] = found
     if not keeps:
         return {}
     whole = gather_parts(edges, local, root=root)
@@ -139,12 +140,7 @@ def load_optimizer_state_dict(
     Raises:
         ConfigurationError: the saved groups are not of the sizes that ``configure_optimizers`` gave.
     """
-    sizes = [len(g["params"]) for g in saved["param_groups"]]
-    if sizes != [len(names) for names in groups]:
-        raise ConfigurationError(
-            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of "
-            f"{[len(names) for names in groups]}: it was saved from another model or another configure_optimizers"
-        )
+    check_group_sizes(saved, groups)
     own: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for saved_group, group, names in zip(saved["param_groups"], optimizer.param_groups, groups, strict=True):
@@ -158,10 +154,25 @@ def load_optimizer_state_dict(
             parameter = group["params"][len(entry["params"])]
             entry["params"].append(number)
             if place in saved["state"]:
-                own["state"][number] = {k: _laid_out(v, parameter) for k, v in saved["state"][place].items()}
+                state = {k: v for k, v in saved["state"][place].items() if k != MASTER_WEIGHT}
+                own["state"][number] = {k: _laid_out(v, parameter) for k, v in state.items()}
             number += 1
         own["param_groups"].append(entry)
     optimizer.load_state_dict(own)
+
+
+def check_group_sizes(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+    """Refuse an optimizer's saved groups that are not of this run's sizes.
+
+    Raises:
+        ConfigurationError: says both sizes.
+    """
+    sizes = [len(g["params"]) for g in saved["param_groups"]]
+    if sizes != [len(names) for names in groups]:
+        raise ConfigurationError(
+            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of "
+            f"{[len(names) for names in groups]}: it was saved from another model or another configure_optimizers"
+        )
 
 
 def fill_whole_module(

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
-from lightning_holmes.checkpoint.plain import load_optimizer_state_dict
+from lightning_holmes.checkpoint.plain import check_group_sizes, load_optimizer_state_dict
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import CheckpointError
+from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 
@@ -50,15 +51,25 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[str]], local: set[str]
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    local: set[str],
+    shards: ShardedOptimizer | None = None,
 ) -> None:
     """Load the states of this rank's parameters, saved in either format; all ranks must call.
+
+    Args:
+        local: the names of this rank's parameters.
+        shards: where the optimizer holds pieces of them.
 
     Raises:
         CheckpointError: the saved groups hold other parameters than this run's.
         ConfigurationError: likewise, for groups of one plain file.
     """
     state = saved["state"]
+    if shards is not None:
+        local = {piece.name for piece in shards.pieces}
     if isinstance(state, FolderOptimizerState):
         mine = [n for g in groups for n in g]
         saved_groups = [list(group["params"]) for group in saved["param_groups"]]
@@ -90,7 +101,37 @@ def load_optimizer_state(
         own = {number for number, name in enumerate(names) if name in local}
         # copies: the file's pages must not stay in use
         saved = {**saved, "state": {n: tree.map_tensors(_cloned, v) for n, v in state.items() if n in own}}
-    load_optimizer_state_dict(optimizer, saved, groups, local)
+    if shards is None:
+        load_optimizer_state_dict(optimizer, saved, groups, local)
+    else:
+        _load_pieces(saved, groups, shards)
+
+
+def _load_pieces(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shards: ShardedOptimizer) -> None:
+    """Load states of whole parameters, numbered by their places in ``groups``, into an optimizer that holds pieces."""
+    check_group_sizes(saved, groups)
+    states = {
+        name: saved["state"][place]
+        for saved_group, names in zip(saved["param_groups"], groups, strict=True)
+        for place, name in zip(saved_group["params"], names, strict=True)
+        if place in saved["state"]
+    }
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for saved_group, group, pieces in zip(
+        saved["param_groups"], shards.optimizer.param_groups, shards.held(), strict=True
+    ):
+        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
+        entry["params"] = list(range(number, number + len(group["params"])))
+        if "param_names" in group:
+            entry["param_names"] = list(group["param_names"])
+        for place, piece in enumerate(pieces, start=number):
+            if piece.name in states:
+                own["state"][place] = shards.cut(piece, states[piece.name])
+        number += len(group["params"])
+        own["param_groups"].append(entry)
+    shards.optimizer.load_state_dict(own)
+    shards.loaded(states)
 
 
 def _another_model(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -32,11 +32,18 @@ def global_grad_norm(
         for p in parameters
         if p.grad is not None and counts(p) and (first or sharded.is_split(p))
     ]
+    return norm_over_groups(gradients, (pipeline_group, tensor_group), device)
+
+
+def norm_over_groups(
+    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None], device: torch.device
+) -> Tensor:
+    """The 2-norm of what all ranks of all ``groups`` give, each element once; a scalar, the same on all of them."""
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
-    if pipeline_group is None and tensor_group is None:
+    if all(group is None for group in groups):
         return norm
     squared = norm.to(device, torch.float64 if device.type == "cpu" else torch.float32).square()
-    for group in (pipeline_group, tensor_group):
+    for group in groups:
         if group is not None:
             dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
@@ -48,14 +55,24 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
         if parameters:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for part in _gradient_parts(parameters):
-        part.mul_(factor.to(part.device))
+    clip_parts_by_norm(_gradient_parts(parameters), max_norm, norm)
 
 
 def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
     """Cut the elements of the gradients of ``parameters`` to within ``max_value``, as torch does."""
-    for part in _gradient_parts(parameters):
+    clip_parts_by_value(_gradient_parts(parameters), max_value)
+
+
+def clip_parts_by_norm(parts: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, which with others have the 2-norm ``norm``, to at most ``max_norm``, as torch does."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for part in parts:
+        part.mul_(factor.to(part.device))
+
+
+def clip_parts_by_value(parts: Iterable[Tensor], max_value: float) -> None:
+    """Cut the elements of gradients to within ``max_value``, as torch does."""
+    for part in parts:
         part.clamp_(-max_value, max_value)
 
 

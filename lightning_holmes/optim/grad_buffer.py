@@ -19,7 +19,7 @@ decay it otherwise).
     buffer.expose(last=True)              # p.grad
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -172,14 +172,24 @@ class GradBuffer:
         """(NOTES,): what goes with the flags to all replicas."""
         return self.flags[-NOTES:]
 
-    def expose(self, *, last: bool) -> None:
-        """Make the gathered gradients ``p.grad``; ``last`` closes the window, after :meth:`seal` and reductions."""
+    def reached(self) -> frozenset[str]:
+        """The parameters that have a gradient on some replica; behind :meth:`seal` and the reduction of the flags."""
+        names = [n for bucket in self.buckets for n in bucket.names]
+        return frozenset(n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag)
+
+    def expose(self, *, last: bool, shown: bool = True) -> None:
+        """Make the gathered gradients ``p.grad``; ``last`` closes the window, after :meth:`seal` and reductions.
+
+        Args:
+            shown: False: ``p.grad`` stays None, for buckets of which this rank has a share only.
+        """
         for name, gradient in self._kept.items():
             self.parameters[name].grad = gradient
-        reached = self._touched
-        if last and self.buckets:
-            names = [n for bucket in self.buckets for n in bucket.names]
-            reached = {n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag}
+        reached: Collection[str] = self._touched
+        if not shown:
+            reached = ()
+        elif last and self.buckets:
+            reached = self.reached()
         for name, bucket in self._bucket_of.items():
             parameter = self.parameters[name]
             if name in reached:

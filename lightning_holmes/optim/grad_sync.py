@@ -61,6 +61,8 @@ class GradSync:
         self.watch = DriftWatch()
         self.overlaps = True
         """Whether reductions may start before the backward has ended."""
+        self.shares = False
+        """Whether each replica gets the sums of its share of a bucket only."""
         self.drifted = False
         """Whether some replica has seen the times drift; alike on all of them once a window is finished."""
         self._buffer = buffer
@@ -128,7 +130,7 @@ class GradSync:
             return
         self._buffer.launch(bucket)
         size = bucket.buffer.numel() * bucket.buffer.itemsize
-        self._tickets.append((self._lane.start(_Sum(collective, bucket.buffer)), size))
+        self._tickets.append((self._lane.start(_Sum(collective, bucket.buffer, shares=self.shares)), size))
 
     def start_grad_sync(self) -> None:
         """Start the reductions that have not started; all ranks of the groups must call, once a window."""
@@ -187,7 +189,7 @@ class GradSync:
                 if name in late:
                     start, gradient = bucket.starts[name], late[name].flatten()
                     extra[start : start + gradient.numel()] = gradient
-            self._lane.start(_Sum(self.collective, extra)).wait()
+            self._lane.start(_Sum(self.collective, extra, shares=self.shares)).wait()
             bucket.buffer.add_(extra)
         late.clear()
 
@@ -224,11 +226,11 @@ class GradSync:
 
 
 class _Sum:
-    """``collective.sum(tensor)``, to be called once."""
+    """``collective.sum(tensor)``, or for ``shares`` its first half; to be called once."""
 
-    def __init__(self, collective: Collective, tensor: Tensor) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, tensor: Tensor, *, shares: bool) -> None:
+        self._sum = collective.scatter if shares else collective.sum
         self._tensor = tensor
 
     def __call__(self) -> None:
-        self._collective.sum(self._tensor)
+        self._sum(self._tensor)

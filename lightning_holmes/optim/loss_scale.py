@@ -22,11 +22,19 @@ class LossScale:
 
     Args:
         pipeline_group: the ranks of this pipeline, which all call :meth:`agree`; None if there is one stage.
+        shares_group: the replicas, which all call it, too, where each sees its share of the gradients only.
     """
 
-    def __init__(self, scaler: Any, pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        scaler: Any,
+        pipeline_group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        shares_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._scaler = scaler
-        self._group = pipeline_group
+        self._groups = (pipeline_group, shares_group)
         self._device = device
 
     def factor(self) -> float:
@@ -46,8 +54,9 @@ class LossScale:
             state[0] = 1.0 - torch.stack(finite).all().to(torch.float32)
         else:
             state[1] = 1.0
-        if self._group is not None:
-            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            if group is not None:
+                dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
         overflow, without = state.tolist()
         if without:
             raise UnsupportedModuleError(

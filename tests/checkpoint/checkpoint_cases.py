@@ -146,6 +146,12 @@ def fit(
     return Ran(losses.by_step, weights, trainer)
 
 
+def state_bytes(trainer: pl.Trainer) -> int:
+    """Bytes of the optimizer's state in this process."""
+    states = trainer.optimizers[0].state.values()
+    return sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, torch.Tensor))
+
+
 def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     """Four processes: saved in one layout, resumed in others; each run's losses on this rank."""
     folder, data = Path(payload["folder"]), Path(payload["data"])
@@ -169,6 +175,20 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     note("file to interleaved", fit(data, "interleaved", ckpt_path=plain))
     save = SaveAt({STEPS - 1: folder_of_file})
     note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
+    # the optimizer divided among replicas: saved so and resumed whole, and the other way round, in either format
+    divided = {"sharded_optimizer": True, "bucket_bytes": 5000}
+    shares, shares_file = folder / "shares.ckpt", folder / "shares_plain.ckpt"
+    save = [SaveAt({MIDDLE: shares})]
+    ran = note("sharded", fit(data, "pp2xdp2", callbacks=save, holmes=divided))
+    assert all(p.grad is None for p in ran.trainer.lightning_module.parameters()), "each replica has its share only"
+    note("sharded to pp1xdp4", fit(data, "pp1xdp4", ckpt_path=shares, holmes={"sharded_optimizer": False}))
+    ran = note("folder to sharded", fit(data, "pp1xdp4", ckpt_path=saved, dropout=DROPOUT, holmes=divided))
+    results["state bytes"] = state_bytes(ran.trainer)
+    save = [SaveAt({MIDDLE: shares_file})]
+    one_file = divided | {"save_distributed_checkpoint": False}
+    note("sharded to file", fit(data, "interleaved", callbacks=save, holmes=one_file))
+    note("lightning to sharded", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], holmes=divided))
+    note("sharded to sharded", fit(data, "pp1xdp4", ckpt_path=shares_file, holmes=divided))
     stateful = folder / "stateful.ckpt"
     note("torchdata", fit(data, "pp2xdp2", callbacks=[SaveAt({MIDDLE: stateful})], dropout=DROPOUT, torchdata=True))
     note("torchdata resumed", fit(data, "interleaved", ckpt_path=stateful, dropout=DROPOUT, torchdata=True))

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from checkpoint_cases import DROPOUT, LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file
+from checkpoint_cases import DROPOUT, LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file, state_bytes
 from launch import launch
 
 from lightning_holmes.cli import main
@@ -59,6 +59,45 @@ def test_any_layout_goes_on_in_mid_epoch_with_the_same_dropout(runs: Any, layout
     assert_goes_on(mean_losses(results, f"folder to {layout}"), whole, MIDDLE + 1)
     assert_ends_alike(results, f"folder to {layout}", "whole")
     assert whole[STEPS] != pytest.approx(plain.losses[STEPS], rel=1e-3), "nothing was dropped"
+
+
+RESHARDED = ["sharded to pp1xdp4", "lightning to sharded", "sharded to sharded"]
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_sharded_optimizers_state_goes_on_whole_and_the_other_way_round(runs: Any, name: str) -> None:
+    results, _, plain = runs
+    assert_goes_on(mean_losses(results, name), plain.losses, MIDDLE + 1)
+    assert mean_losses(results, "sharded") == pytest.approx(plain.losses, rel=1e-5)
+    for result in results:  # every rank has the whole module at the end
+        for key, value in plain.weights.items():
+            torch.testing.assert_close(result[f"{name} weights"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_whole_optimizers_folder_goes_on_divided(runs: Any) -> None:
+    results = runs[0]
+    assert_goes_on(mean_losses(results, "folder to sharded"), mean_losses(results, "whole"), MIDDLE + 1)
+    assert_ends_alike(results, "folder to sharded", "whole")
+
+
+def test_plain_lightning_goes_on_from_a_sharded_optimizers_file_and_folder(runs: Any) -> None:
+    _, folder, plain = runs
+    main(["convert", str(folder / "shares.ckpt"), str(folder / "shares_converted.ckpt")])
+    for name in ("shares_plain", "shares_converted"):
+        ran = fit(folder / "bytes", "alone", strategy=plain_strategy(), ckpt_path=folder / f"{name}.ckpt")
+        assert_goes_on(ran.losses, plain.losses, MIDDLE + 1)
+    ours, theirs = (torch.load(folder / f"{n}.ckpt", weights_only=True) for n in ("shares_plain", "lightning"))
+    torch.testing.assert_close(
+        ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"], rtol=1e-3, atol=1e-6
+    )
+
+
+def test_four_replicas_hold_a_quarter_of_the_optimizers_state_each(runs: Any) -> None:
+    results, _, plain = runs
+    whole = state_bytes(plain.trainer)
+    shares = [result["state bytes"] for result in results]
+    assert max(shares) <= 0.30 * whole
+    assert sum(shares) == pytest.approx(whole, rel=0.05)
 
 
 def test_the_last_step_of_the_second_epoch(runs: Any) -> None:

@@ -5,7 +5,8 @@
     case.baseline      what must give the same numbers
     case.tolerance     relative, by name
 
-The table covers every pair of (family, layout, schedule, microbatches) that makes sense, which a test checks.
+The table covers every pair of (family, layout, schedule, microbatches, optimizer whole or sharded) that
+makes sense, which a test checks.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ SYNCS = ("all_reduce", "reduce_scatter", "p2p")
 """What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
+OPTIMIZERS = ("whole", "sharded")
+"""Whether replicas divide the optimizer among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Layout:
     gradient_sync: str = "auto"
     bucket_bytes: int = 2048
     """So small that gradients leave in several buckets."""
+    sharded_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ def baseline_of(fit: Fit) -> Fit:
     family = FAMILIES[fit.family]
     assert fit.layout is not None
     if family.draws:
-        layout = replace(fit.layout, pipeline_parallel_size=1, schedule="1f1b", num_chunks=1)
+        layout = replace(fit.layout, pipeline_parallel_size=1, schedule="1f1b", num_chunks=1, sharded_optimizer=False)
         return replace(fit, layout=layout)
     if family.microbatch_is_batch:
         parts = fit.layout.num_microbatches
@@ -105,6 +109,8 @@ def make_case(
     schedule: str,
     microbatches: str,
     gradient_sync: str = "auto",
+    *,
+    sharded: bool = False,
     **options: object,
 ) -> tuple[str, Case]:
     """A case and its name."""
@@ -122,15 +128,18 @@ def make_case(
             num_chunks=chunks,
             num_microbatches=parts,
             gradient_sync=gradient_sync,
+            sharded_optimizer=sharded,
         ),
         **options,  # type: ignore[arg-type]
     )
     name = f"{family}-pp{pipeline}xdp{replicas}-{schedule}-{microbatches}"
     if gradient_sync != "auto":
         name += f"-{gradient_sync}"
+    if sharded:
+        name += "-sharded"
     name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
     tolerance = {"32-true": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE}[fit.precision]
-    levels = (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches, gradient_sync)
+    levels = (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches, gradient_sync, OPTIMIZERS[sharded])
     if set(options) - {"limit_train_batches"}:
         levels = ()
     return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance, levels=levels)
@@ -152,18 +161,21 @@ def make_cases() -> dict[str, Case]:
                 microbatches = "4" if layout == (2, 1) else "2"
                 cases.append(make_case(name, layout, schedule, microbatches, limit_train_batches=2))
             else:
-                cases.append(make_case(name, layout, schedule, microbatches, sync))
+                # of a family's two layouts with replicas, one or the other divides the optimizer among them
+                sharded = layout[1] > 1 and column == (3, 1)[row % 2]
+                cases.append(make_case(name, layout, schedule, microbatches, sync, sharded=sharded))
     for place, (name, options) in enumerate(OPTIONS):
         for column, layout in enumerate(((2, 1), (2, 2), (4, 1))):
             schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
             microbatches = MICROBATCHES[(place + place // 4 + column) % len(MICROBATCHES)]
-            cases.append(make_case(name, layout, schedule, microbatches, **options))
+            sharded = layout[1] > 1 and place % 2 == 0
+            cases.append(make_case(name, layout, schedule, microbatches, sharded=sharded, **options))
     for schedule in REORDERED:
         for row, (name, microbatches) in enumerate(zip(("gpt", "gpt_tied", "vit", "gpt"), MICROBATCHES, strict=True)):
             layout = ((2, 1), (2, 2), (4, 1))[row % 3]
-            cases.append(make_case(name, layout, schedule, microbatches))
+            cases.append(make_case(name, layout, schedule, microbatches, sharded=layout[1] > 1))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
-    cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", accumulate_grad_batches=2))
+    cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
     return dict(cases)
 
 

@@ -16,6 +16,7 @@ from parity_cases import (
     FP32,
     LAYOUTS,
     MICROBATCHES,
+    OPTIMIZERS,
     REFUSED_FITS,
     REORDERED,
     SCHEDULES,
@@ -93,7 +94,7 @@ def test_the_table_covers_every_pair() -> None:
     layouts = [f"pp{p}xdp{d}" for p, d in LAYOUTS]
     missing = []
     for family in FAMILIES:
-        for level in (*layouts, *SCHEDULES, *MICROBATCHES):
+        for level in (*layouts, *SCHEDULES, *MICROBATCHES, *OPTIMIZERS):
             if (family, level) not in covered and not is_senseless(family, level):
                 missing.append((family, level))
     pairs = [
@@ -102,9 +103,12 @@ def test_the_table_covers_every_pair() -> None:
         *itertools.product(SCHEDULES, MICROBATCHES),
         *itertools.product(layouts[2:], REORDERED),
         *itertools.product(REORDERED, MICROBATCHES),
+        *itertools.product(OPTIMIZERS, (layout for layout in layouts if layout.endswith("xdp2"))),
+        *itertools.product(OPTIMIZERS, (*SCHEDULES, *MICROBATCHES)),
     ]
     replicated = [layout for layout in layouts if layout.endswith("xdp2")]
     pairs += [*itertools.product(replicated, SYNCS), *itertools.product(SCHEDULES, SYNCS)]
+    pairs += itertools.product(OPTIMIZERS, SYNCS)
     pairs += itertools.product(MICROBATCHES, SYNCS)
     without_pipeline = [(layout, s) for layout in layouts[:2] for s in SCHEDULES[1:]]
     missing += [pair for pair in pairs if pair not in covered and pair not in without_pipeline]
@@ -115,9 +119,9 @@ def is_senseless(family: str, level: str) -> bool:
     """Pairs without a baseline: what draws random numbers is compared with HolmesStrategy without a pipeline, and
     batch normalisation with plain Lightning on equal microbatches in one process."""
     if FAMILIES[family].draws:
-        return level.startswith("pp1")
+        return level.startswith("pp1") or level == "sharded"
     if FAMILIES[family].microbatch_is_batch:
-        return level.endswith("xdp2") or level in ("1", "7in4", *SCHEDULES)
+        return level.endswith("xdp2") or level in ("1", "7in4", "sharded", *SCHEDULES)
     return False
 
 

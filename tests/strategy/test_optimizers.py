@@ -13,6 +13,7 @@ from optimizer_cases import CASES, differences, run_cases
 
 TOLERANCE = {"loss_scaling": 2e-3}
 REPLICATED = ["averages", "grad_norm", "finetuning"]
+SHARDED = [name for name in CASES if name != "finetuning"]  # which is refused
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,14 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=200)
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two stages, two replicas among which the optimizer is divided; checkpoints as folders."""
+    holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1, "sharded_optimizer": True, "bucket_bytes": 300}
+    payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
+    return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
+
+
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any) -> None:
@@ -47,6 +56,14 @@ def test_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any) -> 
 @pytest.mark.parametrize("name", REPLICATED)
 def test_every_rank_of_every_replica_has_the_numbers_of_plain_lightning(name: str, runs: Any, replicated: Any) -> None:
     compare(name, runs[0], replicated)
+
+
+@pytest.mark.xdist_group("optimizers")
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_over_replicas_every_rank_has_the_numbers_of_plain_lightning(
+    name: str, runs: Any, sharded: Any
+) -> None:
+    compare(name, runs[0], sharded)
 
 
 def compare(name: str, plain: dict[str, Any], staged: list[dict[str, Any]]) -> None:

@@ -1,0 +1,283 @@
+"""How an optimizer can be divided among ranks: by elements, by whole parameters, or not at all.
+
+It is tested, not looked up: a twin of the user's optimizer (same class, same options) steps a small tensor whole, and
+other twins step parts of it, each on its own. Same numbers, then the parts may live on different ranks.
+
+    found = test_separability(optimizer, torch.device("cpu"))
+    found.level                 # "elements": SGD, Adam, RMSprop ...; "parameters": Muon, Adafactor, LAMB; "none"
+"""
+
+import copy
+import itertools
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Level = Literal["elements", "parameters", "none"]
+
+_SHAPES: dict[int, tuple[int, ...]] = {1: (4620,), 2: (70, 66), 3: (22, 21, 10), 4: (14, 11, 6, 5)}
+"""Test tensors by number of dimensions. Larger than 4096 elements, below which 8-bit optimizers keep 32 bits."""
+_CUTS = (0, 997, 1003, 4620)
+"""Places where a test tensor is cut: no multiples of a row, a vector register or a block."""
+_SCALES = (1.0, 1e3, 1e-4)
+"""Sizes of the gradients of successive steps: a clipping inside the optimizer shows with one of them."""
+_LEARNING_RATE = 0.01  # schedules often begin at zero, and nothing would show
+_STEPS = 2  # for each scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Separability:
+    """What a test found.
+
+    Attributes:
+        level: the finest parts that may live on different ranks.
+        reason: why no finer ones, for people.
+        element_keys: for each group, the entries of its parameters' states that have a number for each element.
+        state_bytes: bytes of state for each element of a parameter, the most of any group.
+    """
+
+    level: Level
+    reason: str
+    element_keys: tuple[frozenset[str], ...]
+    state_bytes: float
+
+
+def test_separability(
+    optimizer: Optimizer, device: torch.device, groups: Sequence[Mapping[str, Any]] | None = None
+) -> Separability:
+    """Test ``optimizer``, whose parameters and states are left alone.
+
+    Args:
+        device: where its parameters will be; they may be on the meta device now.
+        groups: those of its groups that are tested; None: all.
+    """
+    holder = _holds_parameters(optimizer)
+    if holder:
+        return Separability(level="none", reason=holder, element_keys=(), state_bytes=0.0)
+    level: Level = "elements"
+    reason, keys, most = "", [], 0.0
+    seen: dict[str, _GroupResult] = {}
+    for group in optimizer.param_groups if groups is None else groups:
+        cases = sorted({(max(1, p.ndim), p.dtype) for p in group["params"]}, key=str)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr", "name")}
+        known = repr((cases, options))
+        if known not in seen:
+            seen[known] = _test_group(optimizer, group, cases, device)
+        result = seen[known]
+        keys.append(result.element_keys)
+        most = max(most, result.state_bytes)
+        if _ORDER.index(result.level) > _ORDER.index(level):
+            level, reason = result.level, result.reason
+    return Separability(level=level, reason=reason, element_keys=tuple(keys), state_bytes=most)
+
+
+test_separability.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+
+_ORDER: tuple[Level, ...] = ("elements", "parameters", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupResult:
+    level: Level
+    reason: str
+    element_keys: frozenset[str]
+    state_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A parameter and its state behind some steps."""
+
+    value: Tensor
+    state: Mapping[str, Any]
+
+
+def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds that a step takes for each element of large parameters, measured on a tensor of a million."""
+    group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
+    parameter = nn.Parameter(torch.ones(1024, 1024, dtype=dtype, device=device))
+    twin = _twin(optimizer, group, [parameter])
+    best = float("inf")
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        _synchronise(device)
+        began = time.perf_counter()
+        type(optimizer).step(twin)
+        _synchronise(device)
+        best = min(best, time.perf_counter() - began)
+    return best / parameter.numel()
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _test_group(
+    optimizer: Optimizer, group: Mapping[str, Any], cases: Sequence[tuple[int, torch.dtype]], device: torch.device
+) -> _GroupResult:
+    name = type(optimizer).__name__
+    level: Level = "elements"
+    reason, keys, num_bytes = "", frozenset[str](), 0.0
+    for ndim, dtype in cases:
+        shape = _SHAPES.get(ndim, (4620,) + (1,) * (ndim - 1))
+        steps = list(_gradients(shape, dtype, device))
+        start = _start(shape, dtype, device)
+        try:
+            (whole,) = _run(optimizer, group, [start], [[g] for g in steps])
+        except Exception as error:
+            why = f"{name} cannot step a tensor of shape {shape} by itself ({type(error).__name__}: {error})"
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
+        if torch.allclose(whole.value, start, rtol=1e-4, atol=0.0):
+            why = f"{name} did not move a test tensor, so that it cannot be tested"
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
+        keys |= {k for k, v in whole.state.items() if isinstance(v, Tensor) and v.shape == whole.value.shape}
+        held = sum(v.numel() * v.element_size() for v in whole.state.values() if isinstance(v, Tensor))
+        num_bytes = max(num_bytes, held / start.numel())
+        difference = _differs_by_elements(optimizer, group, start, steps, whole)
+        if difference and level == "elements":
+            level, reason = "parameters", f"{name} treats a tensor otherwise than its parts ({difference})"
+        if difference and _differs_by_parameters(optimizer, group, start, steps, whole):
+            why = f"{name} treats a tensor otherwise when it stands beside another one"
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes)
+        if not difference and level == "elements" and _differs_by_parameters(optimizer, group, start, steps, whole):
+            why = f"{name} treats a tensor otherwise when it stands beside another one"
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes)
+    return _GroupResult(level=level, reason=reason, element_keys=keys, state_bytes=num_bytes)
+
+
+def _differs_by_elements(
+    optimizer: Optimizer, group: Mapping[str, Any], start: Tensor, steps: Sequence[Tensor], whole: _Outcome
+) -> str:
+    """What is different when parts are stepped each on its own; empty if nothing is."""
+    parts = []
+    for first, last in itertools.pairwise(_CUTS):
+        own = [[gradient.flatten()[first:last].clone()] for gradient in steps]
+        try:
+            parts += _run(optimizer, group, [start.flatten()[first:last].clone()], own)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    if not _close(torch.cat([p.value for p in parts]), whole.value.flatten()):
+        return "other values"
+    for key, value in whole.state.items():
+        theirs = [part.state.get(key) for part in parts]
+        if isinstance(value, Tensor) and value.shape == whole.value.shape:
+            if any(
+                not isinstance(t, Tensor) or t.numel() != p.value.numel() for t, p in zip(theirs, parts, strict=True)
+            ):
+                return f"its state {key!r} has another shape"
+            if not _close(torch.cat([t.flatten() for t in theirs if isinstance(t, Tensor)]), value.flatten()):
+                return f"other values of its state {key!r}"
+        elif any(not _same(value, t) for t in theirs):
+            return f"its state {key!r} is one for a whole tensor"
+    return ""
+
+
+def _differs_by_parameters(
+    optimizer: Optimizer, group: Mapping[str, Any], start: Tensor, steps: Sequence[Tensor], whole: _Outcome
+) -> bool:
+    """Whether a tensor fares otherwise beside another one, whose gradients are larger."""
+    pairs = [[gradient, 30.0 * gradient.flip(0)] for gradient in steps]
+    try:
+        beside = _run(optimizer, group, [start, 3.0 * start], pairs)
+    except Exception:
+        return True
+    return not _close(beside[0].value, whole.value)
+
+
+def _run(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
+) -> list[_Outcome]:
+    """Step ``values`` with a twin of ``optimizer``; one list of gradients a step."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    twin = _twin(optimizer, group, parameters)
+    with torch.random.fork_rng(enabled=True):
+        torch.manual_seed(0)
+        for gradients in steps:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            type(optimizer).step(twin)  # not the instance's, which schedulers wrap
+    return [_Outcome(p.detach(), dict(twin.state.get(p, {}))) for p in parameters]
+
+
+def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class with the options of ``group`` for other parameters. Constructors of users' classes
+    ask for arguments that nobody knows here, so it is not constructed."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "step"):
+            continue
+        if "hooks" in name and isinstance(value, dict):
+            value = OrderedDict()
+        else:
+            try:
+                value = copy.deepcopy(value)
+            except Exception:
+                value = copy.copy(value)
+        vars(twin)[name] = value
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    for name in ("lr", "initial_lr"):
+        if isinstance(options.get(name), Tensor):
+            options[name] = torch.full_like(options[name], _LEARNING_RATE)
+        elif name in options:
+            options[name] = _LEARNING_RATE
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**options, "params": parameters}]
+    return twin
+
+
+def _start(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def _gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    for scale in _SCALES:
+        for _ in range(_STEPS):
+            yield (scale * torch.randn(shape, generator=generator)).to(device, dtype)
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Equal but for rounding: a vector register's arithmetic may contract what a scalar's does not."""
+    rtol = 1e-5 if left.dtype.itemsize >= 4 else 2e-2
+    scale = float(right.float().abs().mean())
+    return torch.allclose(left.float(), right.float(), rtol=rtol, atol=rtol * scale, equal_nan=True)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.shape == right.shape and bool(torch.equal(left, right))
+    return bool(left == right)
+
+
+def _holds_parameters(optimizer: Optimizer) -> str:
+    """Why what an optimizer steps is not decided by its groups alone; empty if it is."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    name = type(optimizer).__name__
+    for key, value in vars(optimizer).items():
+        if key in ("state", "param_groups") or "hooks" in key:
+            continue
+        for found in _flattened(value, depth=3):
+            if id(found) in own:
+                return f"{name} keeps parameters in its attribute {key!r}, beside its groups"
+            if isinstance(found, (Optimizer, nn.Module)):
+                return f"{name} keeps a {type(found).__name__} in its attribute {key!r}"
+    return ""
+
+
+def _flattened(value: Any, depth: int) -> Iterator[Any]:
+    if depth and isinstance(value, Mapping):
+        for entry in [*value.keys(), *value.values()]:
+            yield from _flattened(entry, depth - 1)
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for entry in value:
+            yield from _flattened(entry, depth - 1)
+    else:
+        yield value

@@ -1,0 +1,143 @@
+"""States of a sharded optimizer on the way between whole parameters and pieces on several ranks.
+
+A state is the dictionary that an optimizer keeps for a parameter. Its entries have a number for each element (the
+moments of Adam), and are cut and joined; or they hold for the parameter as a whole (its step), and are copied.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.comm import sharded
+from lightning_holmes.optim.shards import Piece
+
+MASTER_WEIGHT = "master_weight"
+"""The entry of a parameter's state that is the parameter itself in fp32."""
+_SMALL = 64  # elements; up to here a tensor travels with the description of the others
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """An entry that is a tensor on another rank. ``shape`` is that of the whole; None: pieces join to the parameter's."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    is_laid_out: bool
+
+
+def cut_state(
+    state: Mapping[str, Any], piece: Piece, parameter: Tensor, element_keys: frozenset[str]
+) -> dict[str, Any]:
+    """A piece's state, in memory of its own, out of that of the whole ``parameter``."""
+    found = {}
+    for key, value in state.items():
+        if key == MASTER_WEIGHT:
+            continue
+        if isinstance(value, Tensor):
+            if value.shape == parameter.shape and (key in element_keys or value.ndim):
+                local = sharded.local_part(sharded.share_of(value, parameter))
+                value = local.reshape(-1)[piece.start : piece.stop]
+            value = value.clone()
+        found[key] = value
+    return found
+
+
+def collect_states(
+    pieces: Sequence[Piece],
+    local: Mapping[Piece, Mapping[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    element_keys: Callable[[str], frozenset[str]],
+    group: dist.ProcessGroup | None,
+    destination: Callable[[str], int] | None,
+) -> dict[str, dict[str, Any]]:
+    """Whole states by parameter names, on rank ``destination(name)`` of ``group``, or on all. All of them must call.
+
+    Args:
+        pieces: of all ranks, in the same order everywhere.
+        local: the states of this rank's pieces; of a parameter, all pieces have one or none has.
+        element_keys: of a parameter's state, the entries with a number for each element.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    described: dict[int, dict[str, Any]] = {
+        numbers[piece]: {k: _describe(piece, k, v, element_keys(piece.name)) for k, v in state.items()}
+        for piece, state in local.items()
+    }
+    everyone: list[Any] = [described]
+    if group is not None:
+        everyone = [None] * size
+        dist.all_gather_object(everyone, described, group=group)
+    known = {number: entries for part in everyone for number, entries in part.items()}
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    found: dict[str, dict[str, Any]] = {}
+    for name, parts in by_name.items():
+        entries = known.get(numbers[parts[0]])
+        if not entries:
+            continue
+        targets = list(range(size)) if destination is None else [destination(name)]
+        state = {}
+        for key, value in entries.items():
+            if isinstance(value, _Described):
+                value = _join(parts, key, value, local, parameters[name], targets, group, rank)
+            elif rank in targets and parts[0] in local:
+                value = local[parts[0]][key]  # as it is here: of its device
+            state[key] = value
+        if rank in targets:
+            found[name] = state
+    return found
+
+
+def _describe(piece: Piece, key: str, value: Any, element_keys: frozenset[str]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    local = sharded.local_part(value)
+    if local.ndim == 1 and local.numel() == piece.numel and (key in element_keys or piece.numel > 1):
+        return _Described(value.dtype, None, is_laid_out=True)
+    if local.numel() <= _SMALL and not sharded.is_sharded(value):
+        return value.detach().cpu()
+    return _Described(value.dtype, tuple(local.shape), is_laid_out=sharded.is_sharded(value))
+
+
+def _join(
+    parts: Sequence[Piece],
+    key: str,
+    described: _Described,
+    local: Mapping[Piece, Mapping[str, Any]],
+    parameter: nn.Parameter,
+    targets: Sequence[int],
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> Tensor | None:
+    """One entry of a whole parameter's state on each of ``targets``; None elsewhere. All ranks call."""
+    here = sharded.local_part(parameter)
+    shape = tuple(here.shape) if described.shape is None else described.shape
+    wanted = rank in targets
+    if targets == [rank] and len(parts) == 1 and parts[0].rank == rank:
+        whole = sharded.local_part(local[parts[0]][key]).detach().view(shape)
+        return sharded.like(whole, parameter) if described.is_laid_out else whole
+    whole = torch.empty(shape if wanted else 0, dtype=described.dtype, device=here.device)
+    flat = whole.view(-1)
+    for piece in parts:
+        numel = piece.numel if described.shape is None else math.prod(shape)
+        start = piece.start if described.shape is None else 0
+        own = None
+        if piece.rank == rank:
+            own = sharded.local_part(local[piece][key]).detach().contiguous().view(-1)
+        for target in targets:
+            if target == rank and own is not None:
+                flat[start : start + numel].copy_(own)
+            elif own is not None:
+                dist.send(own, group=group, group_dst=target)
+            elif target == rank:
+                dist.recv(flat[start : start + numel], group=group, group_src=piece.rank)
+    if not wanted:
+        return None
+    return sharded.like(whole, parameter) if described.is_laid_out else whole

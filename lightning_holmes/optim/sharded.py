@@ -1,0 +1,433 @@
+"""The sharded optimizer: each data-parallel rank updates its part of the parameters and keeps the state of that part only.
+
+The user's optimizer stays the object that it is, and so do its groups: schedulers hold them. What changes is what the
+groups hold, this rank's pieces instead of whole parameters: flat tensors in the memory of the parameters, for an
+optimizer that treats elements alike (elementwise.py), or some of the parameters themselves for one that does not.
+Updated pieces are gathered on all replicas while the next forward runs (param_gather.py).
+
+    shards = ShardedOptimizer(optimizer, names, buffer, group, found, lane, gather=collective.gather, ...)
+    shards.take_gradients(reached)        # behind the reduction: what the optimizer shall see
+    optimizer.step()                      # its pieces; then the gathering starts by itself
+    shards.finish()                       # whoever reads parameters waits for them anyway
+    states = shards.collect()             # by parameter names, whole
+
+Numbers: those of the optimizer unsharded. With ``master_weights`` pieces are fp32 whatever the parameters are, and these
+are rounded from them behind each step (as Megatron's distributed optimizer does).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_holmes.comm import sharded
+from lightning_holmes.comm.lane import Lane
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.elementwise import Separability, test_separability
+from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
+from lightning_holmes.optim.param_gather import ParameterGather
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
+from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_by_parameters
+from lightning_holmes.torch_private import tensor_version
+
+FROZEN = -1
+"""``Piece.bucket`` of a parameter that is not trained now, and so lies in no bucket."""
+
+
+class ShardedOptimizer:
+    """``optimizer`` over the replicas of ``group``. All of them make one, alike.
+
+    Args:
+        names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
+        buffer: their gradients; laid out.
+        group: the replicas, for what runs in the lane; None: there is one.
+        lane: where parameters are gathered.
+        replicas: a group of the replicas for everything else.
+        gather: brings every rank's part of a flat tensor to all; called in the lane.
+        found: how the optimizer can be divided; not "none".
+        whole_gradients: each rank gets whole gradients in ``p.grad``, for readers; else its shares.
+        lazily: gather parameters while the next forward runs.
+        master_weights: keep the pieces in fp32.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        buffer: GradBuffer,
+        group: dist.ProcessGroup | None,
+        found: Separability,
+        lane: Lane,
+        *,
+        replicas: dist.ProcessGroup | None,
+        gather: Callable[[Tensor], None],
+        whole_gradients: bool,
+        lazily: bool,
+        master_weights: bool = False,
+    ) -> None:
+        assert found.level != "none"
+        self.optimizer = optimizer
+        self.by_elements = found.level == "elements"
+        self.whole_gradients = whole_gradients or not self.by_elements
+        self._names = [list(of_group) for of_group in names]
+        self._buffer = buffer
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._found = found
+        self._lane = lane
+        self._replicas = replicas
+        self._gather_parts = gather
+        self._lazily = lazily
+        self._master = master_weights
+        self._generation = -1
+        self._shown: dict[str, tuple[Tensor | None, int]] = {}
+        self._filler: nn.Parameter | None = None
+        self._watched: nn.Module | None = None
+        self._pieces: list[Piece] = []
+        self._tensors: dict[Piece, nn.Parameter] = {}
+        self._gather: ParameterGather | None = None
+        parameters = self._buffer.parameters
+        self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
+        first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
+        self._lay_out(first)
+        self._hook = optimizer.register_step_post_hook(self._stepped)
+
+    # layout
+
+    def _lay_out(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Cut the buckets as they are now, and put this rank's pieces into the optimizer's groups.
+
+        Args:
+            states: of whole parameters, by name.
+        """
+        if self._gather is not None:
+            self._gather.close()
+        buckets = self._buffer.buckets
+        extents = [_extent(bucket) for bucket in buckets]
+        cut = cut_by_elements if self.by_elements else cut_by_parameters
+        dealt = cut(extents, self._size)
+        in_bucket = {piece.name for piece in dealt}
+        pieces = [piece for piece in dealt if piece.name in self._group_of]
+        for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
+            size = sharded.local_part(self._buffer.parameters[name]).numel()
+            pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, bucket=FROZEN, offset=0))
+        self._pieces = pieces
+        self._gather = ParameterGather(
+            self._buffer.parameters,
+            extents,
+            dealt,
+            self._group,
+            self._lane,
+            gather=self._gather_parts,
+            lazily=self._lazily,
+        )
+        if self._watched is not None:
+            self._gather.watch(self._watched)
+        self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
+        self._generation = self._buffer.generation
+        for key in [k for k in self.optimizer.state if isinstance(k, Tensor)]:
+            del self.optimizer.state[key]
+        for group, of_group in zip(self.optimizer.param_groups, self._held_by_group(), strict=True):
+            group["params"] = [self._tensors[piece] for piece in of_group]
+            if "param_names" in group:
+                group["param_names"] = [piece.name for piece in of_group]
+        if self._filler is not None:
+            self.optimizer.param_groups[0]["params"].append(self._filler)
+        for piece, tensor in self._tensors.items():
+            if piece.name in states:
+                self.optimizer.state[tensor] = self.cut(piece, states[piece.name])
+                self._restore_master(piece, states[piece.name])
+
+    def _make_tensor(self, piece: Piece) -> nn.Parameter:
+        """What the optimizer steps for a piece of this rank."""
+        parameter = self._buffer.parameters[piece.name]
+        if not self.by_elements and not self._master:
+            return parameter
+        flat = self._flat(piece).detach()
+        if self._master:
+            flat = flat.float() if flat.dtype != torch.float32 else flat.clone()
+            if not self.by_elements:
+                flat = flat.view(sharded.local_part(parameter).shape)
+        return nn.Parameter(flat, requires_grad=parameter.requires_grad)
+
+    def _flat(self, piece: Piece) -> Tensor:
+        """The piece in the memory of its parameter, 1-D."""
+        if piece.bucket == FROZEN:
+            return sharded.local_part(self._buffer.parameters[piece.name]).detach().reshape(-1)
+        assert self._gather is not None
+        return self._gather.buffers[piece.bucket][piece.offset : piece.offset + piece.numel]
+
+    def _held_by_group(self) -> list[list[Piece]]:
+        """This rank's pieces by group, in the order of the group's parameters."""
+        held: dict[str, list[Piece]] = {}
+        for piece in self._tensors:
+            held.setdefault(piece.name, []).append(piece)
+        return [[piece for name in names for piece in held.get(name, [])] for names in self._names]
+
+    def watch(self, module: nn.Module) -> None:
+        """Let ``module``'s parts wait for their parameters before they run."""
+        self._watched = module
+        assert self._gather is not None
+        self._gather.watch(module)
+
+    def fill(self, device: torch.device) -> None:
+        """Give a rank a number of its own to step, for a GradScaler, which refuses an optimizer without gradients."""
+        shape = (1,) if self.by_elements else (1, 1)
+        self._filler = nn.Parameter(torch.zeros(shape, device=device))
+        self.optimizer.param_groups[0]["params"].append(self._filler)
+
+    # a step
+
+    def prepare(self) -> None:
+        """Behind a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
+
+        Groups that somebody has added meanwhile, with parameters of this rank's stages, are divided, too.
+
+        Raises:
+            UnsupportedModuleError: such a group cannot be divided as the others are.
+        """
+        added = self.optimizer.param_groups[len(self._names) :]
+        if added:
+            self._take_groups(added)
+        elif self._generation != self._buffer.generation:
+            self.finish()
+            self._lay_out(self.collect())
+
+    def _take_groups(self, added: Sequence[dict[str, Any]]) -> None:
+        parameters = self._buffer.parameters
+        device = next(iter(parameters.values())).device
+        found = test_separability(self.optimizer, device, added)
+        if found.level != "elements" and (self.by_elements or found.level == "none"):
+            raise UnsupportedModuleError(
+                f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "
+                f"divided among replicas as the others are: {found.reason}; use sharded_optimizer=False"
+            )
+        states = self.collect()
+        names = {id(p): n for n, p in parameters.items()}
+        self._found = replace(self._found, element_keys=(*self._found.element_keys, *found.element_keys))
+        for group in added:
+            self._names.append([names[id(p)] for p in group["params"]])
+        self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
+        self._lay_out(states)
+
+    def take_gradients(self, reached: frozenset[str]) -> None:
+        """Give each piece its gradient, out of reduced buckets; None where the parameter has none on any replica.
+
+        With ``whole_gradients`` ``p.grad`` is whole by now, and pieces look into it.
+        """
+        assert self._gather is not None
+        self._gather.adopt()
+        if self._master:
+            self._adopt_values()
+        self._shown.clear()
+        any_gradient = False
+        for piece, tensor in self._tensors.items():
+            parameter = self._buffer.parameters[piece.name]
+            if piece.bucket == FROZEN or piece.name not in reached:
+                tensor.grad = None
+                continue
+            any_gradient = True
+            if self.whole_gradients:
+                self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
+            if tensor is parameter:
+                continue
+            if self.whole_gradients and not self._master:
+                tensor.grad = self._part_of(piece, parameter.grad)
+            else:
+                bucket = self._buffer.buckets[piece.bucket]
+                part = bucket.buffer[piece.offset : piece.offset + piece.numel]
+                tensor.grad = part.to(tensor.dtype).view(tensor.shape)
+        if self._filler is not None:
+            self._filler.grad = None if any_gradient else torch.zeros_like(self._filler)
+
+    def absorb(self) -> None:
+        """Take over what hooks of the user have made of ``p.grad``."""
+        if not self.whole_gradients:
+            return
+        for piece, tensor in self._tensors.items():
+            parameter = self._buffer.parameters[piece.name]
+            if tensor is parameter or piece.bucket == FROZEN:
+                continue
+            shown, version = self._shown.get(piece.name, (None, 0))
+            same = parameter.grad is shown
+            if same and (not self._master or _version(parameter.grad) == version):
+                continue
+            tensor.grad = None if parameter.grad is None else self._part_of(piece, parameter.grad).to(tensor.dtype)
+            self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
+
+    def note_shown(self) -> None:
+        """What ``p.grad`` is now is ours, not a hook's."""
+        for name in self._shown:
+            gradient = self._buffer.parameters[name].grad
+            self._shown[name] = (gradient, _version(gradient))
+
+    def _part_of(self, piece: Piece, gradient: Tensor | None) -> Tensor:
+        assert gradient is not None
+        tensor = self._tensors[piece]
+        return sharded.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
+
+    def _stepped(self, *_: Any) -> None:
+        assert self._gather is not None
+        if self._master:
+            with torch.no_grad():
+                for piece, tensor in self._tensors.items():
+                    if piece.bucket != FROZEN:
+                        self._flat(piece).copy_(tensor.detach().view(-1))
+        self._gather.start()
+
+    def _adopt_values(self) -> None:
+        """Where somebody has written to parameters since the last step (a checkpoint, an average), masters follow."""
+        with torch.no_grad():
+            for piece, tensor in self._tensors.items():
+                if piece.bucket == FROZEN:
+                    continue
+                now, master = self._flat(piece), tensor.detach().view(-1)
+                torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
+
+    def finish(self) -> None:
+        """Wait until all parameters have arrived."""
+        if self._gather is not None:
+            self._gather.finish()
+
+    # what this rank holds
+
+    @property
+    def pieces(self) -> Mapping[Piece, nn.Parameter]:
+        """This rank's pieces and the tensors that the optimizer steps for them."""
+        return self._tensors
+
+    def gradients(self, counts: Callable[[str], bool]) -> Iterator[Tensor]:
+        """The gradients of this rank's pieces; over all replicas, each element of a parameter that ``counts`` once."""
+        for piece, tensor in self._tensors.items():
+            if tensor.grad is not None and counts(piece.name):
+                yield sharded.local_part(tensor.grad)
+
+    def rest_of_whole(self) -> Iterator[Tensor]:
+        """Those elements of whole gradients in ``p.grad`` that lie in no piece's."""
+        if not self.whole_gradients:
+            return
+        own: dict[str, list[Piece]] = {}
+        for piece, tensor in self._tensors.items():
+            if tensor is self._buffer.parameters[piece.name] or not self._master:
+                own.setdefault(piece.name, []).append(piece)
+        for name in self._group_of:
+            gradient = self._buffer.parameters[name].grad
+            if gradient is None:
+                continue
+            flat, place = sharded.local_part(gradient).reshape(-1), 0
+            for piece in sorted(own.get(name, []), key=lambda p: p.start):
+                if piece.start > place:
+                    yield flat[place : piece.start]
+                place = piece.stop
+            if place < flat.numel():
+                yield flat[place:]
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether ``p.grad`` of the module's parameters is what the optimizer steps with."""
+        return self.whole_gradients and not self._master
+
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps on this rank."""
+        return [*self._tensors.values(), *([] if self._filler is None else [self._filler])]
+
+    def clipped(self) -> list[Tensor]:
+        """Every gradient that clipping scales, each element once; whole ones that hooks see among them."""
+        own = [sharded.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
+        return [*own, *self.rest_of_whole()]
+
+    # states
+
+    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
+        """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
+        self.finish()
+        local: dict[Piece, dict[str, Any]] = {}
+        for piece, tensor in self._tensors.items():
+            state = self.optimizer.state.get(tensor)
+            if state:
+                local[piece] = dict(state)
+                if self._master:
+                    local[piece][MASTER_WEIGHT] = tensor.detach()
+        return collect_states(
+            self._pieces,
+            local,
+            self._buffer.parameters,
+            element_keys=self._element_keys,
+            group=self._replicas,
+            destination=destination,
+        )
+
+    def destination(self, name: str) -> int:
+        """The replica that brings a parameter's state into a folder: the one that holds most of it. Ranks of a tensor
+        group, whose parts may be of unlike sizes, go by its place, so that they agree."""
+        if any(sharded.is_sharded(p) for p in self._buffer.parameters.values()):
+            return list(self._group_of).index(name) % self._size
+        held = [0] * self._size
+        for piece in self._pieces:
+            if piece.name == name:
+                held[piece.rank] += max(1, piece.numel)
+        return held.index(max(held))
+
+    def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a piece out of that of the whole parameter."""
+        parameter = self._buffer.parameters[piece.name]
+        if not self.by_elements:
+            kept = {k: v for k, v in state.items() if k != MASTER_WEIGHT}
+            if self._master:
+                return kept
+            return {k: _laid_out(v, parameter) for k, v in kept.items()}
+        return cut_state(state, piece, parameter, self._element_keys(piece.name))
+
+    def held(self) -> list[list[Piece]]:
+        """For each group of the optimizer, what its "params" are pieces of."""
+        return self._held_by_group()
+
+    def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Behind ``optimizer.load_state_dict``: masters as they were saved, where they were."""
+        for piece in self._tensors:
+            if piece.name in states:
+                self._restore_master(piece, states[piece.name])
+
+    def _restore_master(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        if not self._master or MASTER_WEIGHT not in state:
+            return
+        master = self._tensors[piece].detach().view(-1)
+        saved = sharded.local_part(sharded.share_of(state[MASTER_WEIGHT], self._buffer.parameters[piece.name]))
+        saved = saved.reshape(-1)[piece.start : piece.stop].to(master)
+        now = self._flat(piece)
+        master.copy_(torch.where(saved.to(now.dtype) == now, saved, now.float()))  # other weights were loaded, say
+
+    def _element_keys(self, name: str) -> frozenset[str]:
+        return self._found.element_keys[self._group_of[name]] | {MASTER_WEIGHT}
+
+    def abandon(self) -> None:
+        """The run has failed: wait for nothing any more. Parameters may be a mixture of two steps then."""
+        if self._gather is not None:
+            self._gather.abandon()
+
+    def close(self) -> None:
+        """Give parameters their own memory again; states can still be collected."""
+        self._hook.remove()
+        if self._gather is not None:
+            self._gather.close()
+            self._gather = None
+
+
+def _extent(bucket: Bucket) -> Extent:
+    sizes = tuple(bucket.views[name].numel() for name in bucket.names)
+    return Extent(names=bucket.names, sizes=sizes, numel=bucket.buffer.numel())
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor_version(tensor)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+        return sharded.share_of(value, parameter)
+    return value

@@ -1,0 +1,78 @@
+"""Which rank updates what: parameters cut into pieces, each on one of the data-parallel ranks. Plain data, no tensors.
+
+extents = [Extent(names=("head", "body"), sizes=(10, 6), numel=16)]
+cut_by_elements(extents, 2)      # rank 0: head[0:8]; rank 1: head[8:10], body[0:6]
+cut_by_parameters(extents, 2)    # rank 0: head; rank 1: body
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What lies in one bucket: parameters of ``sizes`` elements, side by side from its beginning; ``numel`` with
+    padding."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of the flattened parameter ``name``, which data-parallel rank ``rank`` updates;
+    they begin at ``offset`` of bucket ``bucket``."""
+
+    name: str
+    start: int
+    stop: int
+    rank: int
+    bucket: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+def cut_by_elements(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
+    """Each bucket in ``num_ranks`` equal parts, and these where parameters meet.
+
+    Pieces come bucket by bucket, in the order of their places; a parameter without elements has one, on rank 0.
+    """
+    pieces = []
+    for index, extent in enumerate(extents):
+        share, rest = divmod(extent.numel, num_ranks)
+        assert rest == 0
+        begin = 0
+        for name, size in zip(extent.names, extent.sizes, strict=True):
+            start = 0
+            while start < size or size == 0:
+                rank = (begin + start) // share if share else 0
+                stop = min(size, (rank + 1) * share - begin)
+                rank = min(rank, num_ranks - 1)
+                pieces.append(Piece(name=name, start=start, stop=stop, rank=rank, bucket=index, offset=begin + start))
+                start = stop
+                if size == 0:
+                    break
+            begin += size
+    return pieces
+
+
+def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
+    """Whole parameters, dealt so that ranks have about as many elements and what a rank has of a bucket is one run.
+
+    Each goes to the rank in whose share of all elements its middle lies.
+    """
+    total = max(1, sum(sum(extent.sizes) for extent in extents))
+    pieces, before = [], 0
+    for index, extent in enumerate(extents):
+        begin = 0
+        for name, size in zip(extent.names, extent.sizes, strict=True):
+            rank = min(num_ranks - 1, (2 * before + size) * num_ranks // (2 * total))
+            pieces.append(Piece(name=name, start=0, stop=size, rank=rank, bucket=index, offset=begin))
+            begin += size
+            before += size
+    return pieces

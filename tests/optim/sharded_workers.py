@@ -1,0 +1,241 @@
+"""Four replicas step a small module sharded, beside each a plain loop that steps all of it: same gradients, same numbers."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.comm.lane import make_lane
+from lightning_holmes.optim.elementwise import test_separability
+from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
+from lightning_holmes.optim.sharded import ShardedOptimizer
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Matrices of 7 x 5 and biases, a parameter that is not always used, one that is never, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7)
+        self.rare = nn.Parameter(torch.randn(9))
+        self.never = nn.Parameter(torch.randn(3))
+        self.number = nn.Parameter(torch.randn(()))
+
+
+class Lamb(torch.optim.Optimizer):
+    """The step of a parameter depends on its own norm."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                    state["count"] = state.get("count", 0) + 1
+                    p.sub_(state["mean"] * (group["lr"] * p.norm() / (state["mean"].norm() + 1e-6)))
+
+
+def two_groups(cls: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        named = list(module.named_parameters())
+        decayed = [p for n, p in named if p.ndim == 2]
+        return cls(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": [p for n, p in named if p.ndim != 2]}], **options
+        )
+
+    return make
+
+
+def matrices(cls: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda module: cls([p for p in module.parameters() if p.ndim == 2], **options)
+
+
+OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "adamw": ("elements", two_groups(torch.optim.AdamW, lr=0.05)),
+    "adamw_fused": ("elements", two_groups(torch.optim.AdamW, lr=0.05, fused=True)),
+    "adamw_amsgrad_foreach": ("elements", two_groups(torch.optim.AdamW, lr=0.05, foreach=True, amsgrad=True)),
+    "sgd": ("elements", two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    "rmsprop": ("elements", two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
+    "asgd": ("elements", two_groups(torch.optim.ASGD, lr=0.05)),
+    "muon": ("parameters", matrices(torch.optim.Muon, lr=0.05)),
+    "adafactor": ("parameters", two_groups(torch.optim.Adafactor, lr=0.05)),
+    "lamb": ("parameters", lambda module: Lamb(module.parameters())),
+}
+
+
+def gradient(step: int, name: str, rank: int, parameter: Tensor) -> Tensor | None:
+    """What a rank's backward gives."""
+    if name == "never" or (name == "rare" and (step % 3 or rank != 2)) or not parameter.requires_grad:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + sum(map(ord, name)))
+    return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def summed(step: int, name: str, parameter: Tensor) -> Tensor | None:
+    parts = [g for rank in range(4) if (g := gradient(step, name, rank, parameter)) is not None]
+    return sum(p.float() for p in parts) if parts else None  # type: ignore[return-value]
+
+
+def gather_into(buffer: GradBuffer, step: int, rank: int, *, shares: bool) -> frozenset[str]:
+    """A window: this rank's gradients into the buckets, and the reduction; what was reached."""
+    buffer.begin()
+    for name, parameter in buffer.parameters.items():
+        mine = gradient(step, name, rank, parameter)
+        if mine is not None:
+            (parameter * mine.to(parameter.dtype)).sum().backward()  # through the hooks
+    buffer.end()
+    buffer.seal()
+    dist.all_reduce(buffer.flags)
+    for bucket in buffer.buckets:
+        dist.all_reduce(bucket.buffer)
+        if shares:
+            for other, part in enumerate(bucket.buffer.chunk(4)):
+                if other != rank:
+                    part.fill_(float("nan"))
+    buffer.expose(last=True)
+    reached = frozenset(n for n, p in buffer.parameters.items() if p.grad is not None)
+    for parameter in buffer.parameters.values() if shares else ():
+        parameter.grad = None
+    return reached
+
+
+def gather_parts(tensor: Tensor) -> None:
+    dist.all_gather(list(tensor.chunk(4)), tensor.chunk(4)[dist.get_rank()].clone())
+
+
+def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None:
+    torch.manual_seed(1)
+    module = Net()
+    reference = copy.deepcopy(module)
+    plain, optimizer = make(reference), make(module)
+    found = test_separability(optimizer, torch.device("cpu"))
+    assert found.level == level, (name, found)
+    names = {id(p): n for n, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffer = GradBuffer(
+        dict(reversed(list(module.named_parameters()))), flat=True, data_parallel_size=4, bucket_bytes=200
+    )
+    buffer.begin()
+    buffer.end()
+    lane = make_lane(torch.device("cpu"))
+    shards = ShardedOptimizer(
+        optimizer,
+        groups,
+        buffer,
+        dist.group.WORLD,
+        found,
+        lane,
+        replicas=dist.group.WORLD,
+        gather=gather_parts,
+        whole_gradients=whole,
+        lazily=True,
+    )
+    shards.watch(module)
+    held = list(optimizer.param_groups)
+    for step in range(STEPS):
+        for net in (module, reference):  # frozen for a while
+            net.second.weight.requires_grad_(step not in (2, 3))
+        buffer.begin()
+        shards.prepare()
+        reached = gather_into(buffer, step, rank, shares=not shards.whole_gradients)
+        shards.take_gradients(reached)
+        for parameter_name, parameter in reference.named_parameters():
+            parameter.grad = summed(step, parameter_name, parameter)
+        plain.step()
+        optimizer.step()
+        assert all(a is b for a, b in zip(held, optimizer.param_groups, strict=True))
+        if step != STEPS - 1:
+            assert any(type(p) is not nn.Parameter for p in module.parameters())
+        for (parameter_name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {step} {parameter_name}"
+            )
+            assert type(ours) is nn.Parameter
+    states = shards.collect()
+    expected = {n: plain.state[p] for n, p in reference.named_parameters() if plain.state.get(p)}
+    assert states.keys() == expected.keys(), name
+    for parameter_name, state in expected.items():
+        torch.testing.assert_close(states[parameter_name], dict(state), rtol=1e-5, atol=1e-6)
+    mine = shards.collect(shards.destination)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, sorted(mine))
+    assert sorted(n for part in everyone for n in part) == sorted(expected), "each state on one rank"
+    shards.close()
+    lane.close()
+    buffer.close()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
+
+
+def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
+    """bf16 parameters with fp32 masters; the plain loop steps fp32 weights and rounds them."""
+    torch.manual_seed(1)
+    module = Net().bfloat16()
+    reference = copy.deepcopy(module).float()
+    plain, optimizer = make(reference), make(module)
+    names = {id(p): n for n, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffer = GradBuffer(dict(module.named_parameters()), flat=True, data_parallel_size=4, bucket_bytes=200)
+    buffer.begin()
+    buffer.end()
+    lane = make_lane(torch.device("cpu"))
+    shards = ShardedOptimizer(
+        optimizer,
+        groups,
+        buffer,
+        dist.group.WORLD,
+        test_separability(optimizer, torch.device("cpu")),
+        lane,
+        replicas=dist.group.WORLD,
+        gather=gather_parts,
+        whole_gradients=whole,
+        lazily=True,
+        master_weights=True,
+    )
+    for step in range(STEPS):
+        if step == 3:  # somebody writes to the parameters
+            module.first.weight.data.mul_(0.3)
+            reference.first.weight.data.copy_(module.first.weight.data)
+        buffer.begin()
+        shards.prepare()
+        shards.take_gradients(gather_into(buffer, step, rank, shares=not whole))
+        if whole and step == 4:  # a hook changes a gradient
+            module.third.bias.grad = torch.full((7,), 0.5, dtype=torch.bfloat16)
+        shards.absorb()
+        for (name, ours), parameter in zip(module.named_parameters(), reference.parameters(), strict=True):
+            parameter.grad = summed(step, name, ours)
+        if whole and step == 4:
+            reference.third.bias.grad = torch.full((7,), 0.5)
+        plain.step()
+        optimizer.step()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach().float(), theirs.detach(), rtol=1e-2, atol=1e-6)
+    for name, state in shards.collect().items():
+        master = state[MASTER_WEIGHT]
+        torch.testing.assert_close(master, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(master, master.bfloat16().float()) or master.numel() < 2
+    shards.close()
+    lane.close()
+
+
+def run_all(payload: Any) -> list[str]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    done = []
+    for name, (level, make) in OPTIMIZERS.items():
+        for whole in (False, True):
+            compare(name, make, level, whole=whole, rank=dist.get_rank())
+            done.append(name)
+        if name in ("adamw", "adafactor"):
+            for whole in (False, True):
+                compare_masters(make, whole=whole or level == "parameters", rank=dist.get_rank())
+    return done

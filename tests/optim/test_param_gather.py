@@ -1,0 +1,152 @@
+"""Parameters under way: each reader waits for what it reads, and for no more. One process; the lane is opened by hand."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.optim import param_gather
+from lightning_holmes.optim.param_gather import ParameterGather, can_gather_lazily
+from lightning_holmes.optim.shards import Extent, cut_by_elements
+
+
+class HeldLane:
+    """Runs a transfer when it is waited for."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.started = 0
+
+    def start(self, function: Callable[[], None]) -> Any:
+        number, self.started = self.started, self.started + 1
+        lane = self
+
+        class Ticket:
+            def wait(self) -> None:
+                function()
+                lane.done.append(number)
+
+            def seconds(self) -> float | None:
+                return None
+
+        return Ticket()
+
+    def close(self) -> None:
+        pass
+
+
+class Custom(nn.Module):
+    """A user's module whose forward hides its parameter from torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: type | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = type(self.weight)
+        return x
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ParameterGather, HeldLane]:
+    """A linear layer in bucket 1, another in bucket 0, a custom module in bucket 2; all become 7 when they arrive."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Custom())
+    parameters = dict(module.named_parameters())
+    extents = [
+        Extent(names=("1.weight", "1.bias"), sizes=(9, 3), numel=12),
+        Extent(names=("0.weight", "0.bias"), sizes=(9, 3), numel=12),
+        Extent(names=("2.weight",), sizes=(3,), numel=4),
+    ]
+    lane = HeldLane()
+    gather = ParameterGather(
+        parameters,
+        extents,
+        cut_by_elements(extents, 1),
+        object(),
+        lane,
+        gather=lambda t: t.fill_(7.0),
+        lazily=True,  # type: ignore[arg-type]
+    )
+    gather.watch(module)
+    return module, gather, lane
+
+
+READERS: dict[str, Callable[[nn.Linear], Any]] = {
+    "forward": lambda layer: layer(torch.ones(1, 3)),
+    "data": lambda layer: layer.weight.data,
+    "norm": lambda layer: layer.weight.norm(),
+    "list": lambda layer: torch._foreach_norm([layer.weight]),
+    "out": lambda layer: torch.zeros(3, 3).copy_(layer.weight),
+    "state_dict": lambda layer: layer.state_dict(),
+    "deepcopy": lambda layer: copy.deepcopy(layer.weight),
+    "pickle": lambda layer: pickle.dumps(layer.weight),
+    "write": lambda layer: nn.init.zeros_(layer.weight),
+    "numpy": lambda layer: layer.weight.detach().numpy(),
+    "pointer": lambda layer: layer.weight.data_ptr(),
+    "print": lambda layer: repr(layer.weight),
+}
+
+
+@pytest.mark.parametrize("reader", list(READERS))
+def test_a_reader_waits_for_its_bucket_only(made: Any, reader: str) -> None:
+    module, gather, lane = made
+    gather.start()
+    assert lane.started == 3 and not lane.done
+    READERS[reader](module[0])
+    assert lane.done == [1] and type(module[0].weight) is nn.Parameter
+    assert type(module[1].weight) is not nn.Parameter and isinstance(module[1].weight, nn.Parameter)
+    if reader != "write":
+        assert torch.equal(module[0].weight.detach(), torch.full((3, 3), 7.0))
+    gather.finish()
+    assert sorted(lane.done) == [0, 1, 2] and all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_what_reads_no_value_does_not_wait(made: Any) -> None:
+    module, gather, lane = made
+    gather.start()
+    weight = module[0].weight
+    weight.grad = torch.zeros(3, 3)
+    assert weight.shape == (3, 3) and weight.dtype == torch.float32 and weight.requires_grad and weight.numel() == 9
+    assert weight.grad is not None and weight in {weight} and weight.is_leaf
+    module.zero_grad()
+    assert not lane.done
+
+
+def test_a_module_of_the_users_waits_before_it_runs(made: Any) -> None:
+    module, gather, lane = made
+    gather.start()
+    module[2](torch.ones(1))
+    assert module[2].seen is nn.Parameter and lane.done == [0]  # the last bucket is first in the forward
+
+
+def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None:
+    module, gather, _ = made
+    module[0].weight.data = torch.full((3, 3), 5.0)
+    gather.adopt()
+    assert torch.equal(gather.buffers[1][:9], torch.full((9,), 5.0))
+    gather.close()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
+
+
+def test_a_failed_run_waits_for_nothing(made: Any) -> None:
+    module, gather, lane = made
+    gather.start()
+    gather.abandon()
+    assert not lane.done and all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_compiled_modules_are_not_gathered_lazily() -> None:
+    assert can_gather_lazily(nn.Sequential(nn.Linear(2, 2)))
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert not can_gather_lazily(nn.Sequential(compiled))
+    assert not can_gather_lazily(nn.Sequential(torch.compile(nn.Linear(2, 2))))  # type: ignore[arg-type]
+    assert not can_gather_lazily(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
+    assert param_gather.ArrivingParameter.__name__ == "Parameter"

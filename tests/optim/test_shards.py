@@ -1,0 +1,49 @@
+"""Pieces: each element of each parameter on one rank, by elements evenly, by parameters whole."""
+
+import random
+
+import pytest
+
+from lightning_holmes.optim.shards import Extent, cut_by_elements, cut_by_parameters
+
+
+def extents(seed: int, num_ranks: int) -> list[Extent]:
+    """Buckets of random parameters, some without elements, padded."""
+    generator = random.Random(seed)
+    found = []
+    for bucket in range(generator.randint(1, 4)):
+        sizes = tuple(generator.choice((0, 1, 3, 17, 100)) for _ in range(generator.randint(1, 6)))
+        padded = -(-sum(sizes) // num_ranks) * num_ranks
+        found.append(Extent(names=tuple(f"{bucket}.{i}" for i in range(len(sizes))), sizes=sizes, numel=padded))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cut", [cut_by_elements, cut_by_parameters])
+def test_every_element_is_on_one_rank(cut, seed: int, num_ranks: int) -> None:  # type: ignore[no-untyped-def]
+    buckets = extents(seed, num_ranks)
+    pieces = cut(buckets, num_ranks)
+    for index, bucket in enumerate(buckets):
+        begin = 0
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            own = [p for p in pieces if p.name == name]
+            assert [e for p in own for e in range(p.start, p.stop)] == list(range(size))
+            assert own and all(p.bucket == index and p.offset == begin + p.start for p in own)
+            if cut is cut_by_elements:
+                share = bucket.numel // num_ranks
+                assert all(
+                    p.rank * share <= p.offset and p.offset + p.numel <= (p.rank + 1) * share for p in own if size
+                )
+            else:
+                assert len(own) == 1
+            begin += size
+
+
+def test_whole_parameters_are_dealt_in_runs_of_about_the_same_size() -> None:
+    sizes = (300, 10, 10, 200, 200, 90, 150, 40)
+    bucket = Extent(names=tuple("abcdefgh"), sizes=sizes, numel=1000)
+    pieces = cut_by_parameters([bucket], 4)
+    assert [p.rank for p in pieces] == sorted(p.rank for p in pieces)
+    held = [sum(p.numel for p in pieces if p.rank == rank) for rank in range(4)]
+    assert max(held) <= 250 + max(sizes) / 2

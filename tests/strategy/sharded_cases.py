@@ -1,0 +1,130 @@
+"""Fits with a sharded optimizer that are to show one thing each; run in every process of a job."""
+
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from strategy_cases import Classifier, build, samples
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import UnsupportedModuleError
+
+
+class AdamW(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Reader(pl.Callback):
+    """Reads parameters at different places, in a way that nobody has announced."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {"batch_end": [], "batch_start": []}
+        self.under_way = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.sums["batch_start"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.under_way += sum(type(p) is not torch.nn.Parameter for p in pl_module.parameters())
+        self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
+
+
+class Unfreezing(BaseFinetuning):
+    """Would add parameters to the optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+class Changing(AdamW):
+    """Changes gradients and parameters in hooks; clips by code of its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clamp(-0.01, 0.02)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.5, 0.5)
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": int(os.environ.get("WORLD_SIZE", 1)),
+        "strategy": strategy,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(**(defaults | options))
+
+
+def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, Tensor], pl.Trainer]:
+    """One fit; every replica has the same batches, so that the mean over replicas is that of one process."""
+    module = build(cls)
+    made = trainer(strategy, **options)
+    made.fit(module, DataLoader(samples(), 8))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, made
+
+
+def run_all(payload: Any) -> dict[str, Any]:
+    """In two replicas, or in one plain process where ``payload`` is None."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    found: dict[str, Any] = {}
+
+    def strategy(**options: Any) -> Any:
+        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharded_optimizer": True, "bucket_bytes": 300}
+        return "auto" if payload is None else HolmesStrategy(**(holmes | options))
+
+    reader = Reader()
+    found["read"], _ = run_fit(strategy(), AdamW, callbacks=[reader])
+    found["sums"], found["under way"] = reader.sums, reader.under_way
+    found["changed"], _ = run_fit(strategy(), Changing)
+    found["accumulated"], _ = run_fit(strategy(), AdamW, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    if payload is not None:
+        for name, holmes, callbacks in (
+            ("off", {"sharded_optimizer": "auto"}, []),
+            ("finetuning", {"sharded_optimizer": True}, [Unfreezing()]),
+        ):
+            made = strategy(**holmes)
+            made.on_exception = lambda exception: None
+            try:
+                _, ran = run_fit(made, AdamW, callbacks=callbacks)
+                found[name] = sum(len(group["params"]) for group in ran.optimizers[0].param_groups)
+            except UnsupportedModuleError as error:
+                found[name] = str(error)
+    return found
+
+
+def run_masters(payload: Any) -> dict[str, Any]:
+    """bf16 weights with fp32 masters, in as many replicas as there are processes."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    losses: list[float] = []
+
+    class Noting(AdamW):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(float(loss))
+            return loss
+
+    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
+    weights, ran = run_fit(holmes, Noting, precision="bf16-true")
+    states = ran.strategy._shards.collect()
+    return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}
