@@ -140,12 +140,6 @@ def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", t
         )
 
 
-def reads_device_mesh(module: "pl.LightningModule") -> bool:
-    """Whether ``configure_model`` looks at the device mesh, and so may share tensors out; also over an axis of one."""
-    code = getattr(inspect.unwrap(type(module).configure_model), "__code__", None)
-    return code is not None and "device_mesh" in code.co_names
-
-
 def check_port_range(port_range: Any) -> tuple[int, int] | None:
     """The strategy's ``port_range``, or None.
 

@@ -428,9 +428,6 @@ class HolmesStrategy(CheckpointingStrategy):
         assert module is not None
         if self.world_size > 1:
             agreement.share_generators()
-        if self._options.tensor_parallel_size > 1 or admission.reads_device_mesh(module):
-            yield  # for real: parallelize_module sends each rank its part of a tensor
-            return
         self._builder = self._make_builder()
         with self._builder.configuring(module, self.precision_plugin.module_init_context):
             yield
@@ -623,13 +620,14 @@ class HolmesStrategy(CheckpointingStrategy):
         """What these batches teach about the module."""
         assert self._placement is not None and self.lightning_module is not None
         place = self._placement.coordinate(0)[:2]
-        with self._builder.stand_ins() if self._builder and self.is_global_zero else nullcontext():
+        traces = self.is_global_zero or self._placement.coordinate(self.global_rank)[:2] == place
+        with self._builder.stand_ins() if self._builder and traces else nullcontext():
             return learn(
                 self.lightning_module,
                 samples,
                 self._options,
                 pipeline_parallel_size=self._placement.pipeline_parallel_size,
-                traces=self.is_global_zero or self._placement.coordinate(self.global_rank)[:2] == place,
+                traces=traces,
                 world_size=self.world_size,
                 device=self.root_device,
                 splitter=self._splitter,

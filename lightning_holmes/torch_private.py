@@ -4,8 +4,8 @@ No other file imports a name with a leading underscore from torch.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "nccl_options",
     "operator_name",
     "set_local_tensor",
+    "shared_out_locally",
     "tensor_version",
     "without_modes",
     "without_torch_functions",
@@ -139,6 +140,32 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+@contextmanager
+def shared_out_locally(chosen: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, each rank takes its own part of a ``chosen`` tensor that is shared out over a mesh, and nothing is sent, as
+    with ``src_data_rank=None``; parallelize_module and distribute_tensor send rank 0's parts by default."""
+    from torch.distributed.tensor import placement_types as types
+
+    def local(own: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
+        def share(*args: Any, **kwargs: Any) -> Tensor:
+            if chosen(kwargs["tensor"] if "tensor" in kwargs else args[place]):
+                args, kwargs = args[: place + 3], {**kwargs, "src_data_rank": None}
+            return own(*args, **kwargs)
+
+        return share
+
+    shard, strided, replicate = types.Shard, types._StridedShard, types.Replicate
+    before = shard._shard_tensor, strided._shard_tensor, replicate.__dict__["_make_replicate_tensor"]
+    shard._shard_tensor = local(before[0], 1)  # type: ignore[method-assign]
+    strided._shard_tensor = local(before[1], 1)  # type: ignore[method-assign]
+    replicate._make_replicate_tensor = staticmethod(local(replicate._make_replicate_tensor, 0))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        shard._shard_tensor, strided._shard_tensor = before[:2]  # type: ignore[method-assign]
+        replicate._make_replicate_tensor = before[2]  # type: ignore[method-assign]
+
+
 def async_value(tensor: Tensor) -> Tensor:
     """The tensor that a functional collective fills; ``tensor`` itself if it comes from none."""
     loaded = sys.modules.get("torch.distributed._functional_collectives")
@@ -166,7 +193,10 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
     """The mode that a fake tensor was made under; None for a real one."""
-    found = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_mode
+    with without_modes():  # a mode would make a fake tensor of a real parameter's data
+        found = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     return found.fake_mode if isinstance(found, FakeTensor) else None
 
 

@@ -25,7 +25,7 @@ RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml")
 LARGE = {
     "gpt_3.6b": ("input_ids=32x2048:int64,labels=32x2048:int64", 30, 3072, 16),
     "gpt_7.5b": ("input_ids=32x2048:int64,labels=32x2048:int64", 36, 4096, 32),
-    "gpt_39.1b": ("input_ids=64x2048:int64,labels=64x2048:int64", 48, 8192, 64),
+    "gpt_39.1b": ("input_ids=64x2048:int64,labels=64x2048:int64", 48, 8192, 16),
     "llama_8b": ("input_ids=32x8192:int64", 32, None, 32),
 }
 FINETUNE = ("finetune", "finetune_lora")
@@ -122,6 +122,7 @@ def test_a_large_models_plan_is_that_of_its_config(recipe):
     data = json.loads(out[out.index("{") :])
     strategy = config["trainer"]["strategy"]["init_args"]
     assert data["best"]["pipeline_parallel_size"] == strategy["pipeline_parallel_size"]
+    assert data["best"]["tensor_parallel_size"] == strategy.get("tensor_parallel_size", 1)
     assert data["best"]["num_microbatches"] == strategy["num_microbatches"] == num_microbatches
     assert sum(data["best"]["partition"]) == layers == len(data["model"]["layers"])
     parameters = data["model"]["layers"][0]["parameter_bytes"] / 4

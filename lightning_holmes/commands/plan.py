@@ -251,8 +251,8 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
 def _batch_samples(samples: int, given: Mapping[str, Any], topology: Topology, trainer: Mapping[str, Any]) -> int:
     """Samples of a step as fit would have them: the loader's batch for each replica of the configured layout."""
     clusters = len(topology.clusters)
-    pipeline = given.get("pipeline_parallel_size", clusters)
-    replicas = max(1, topology.num_devices // int(pipeline))
+    ranks = int(given.get("pipeline_parallel_size", clusters)) * int(given.get("tensor_parallel_size", 1))
+    replicas = max(1, topology.num_devices // ranks)
     return samples * replicas * int(trainer.get("accumulate_grad_batches") or 1)
 
 
@@ -262,6 +262,8 @@ def _space(request: PlanRequest, given: Mapping[str, Any]) -> SearchSpace:
     space["recomputation"] = (False, True) if request.recomputation else (False,)
     if "pipeline_parallel_size" in given:
         space["pipeline"] = (check_count(given["pipeline_parallel_size"], "pipeline_parallel_size"),)
+    if "tensor_parallel_size" in given:
+        space["tensor"] = (check_count(given["tensor_parallel_size"], "tensor_parallel_size"),)
     if "num_microbatches" in given:
         space["num_microbatches"] = (check_count(given["num_microbatches"], "num_microbatches"),)
     if "schedule" in given:

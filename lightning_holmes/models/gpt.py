@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -59,15 +60,16 @@ class Attention(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_size = hidden_size // num_heads
         self.dropout = dropout
+        # rows by head, its queries, keys and values: so a part of the rows is a part of the heads
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.output = ResidualLinear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, S, D = x_BSD.shape
-        qkv = self.qkv(x_BSD).view(B, S, 3, self.num_heads, D // self.num_heads)
-        q_BHSK, k_BHSK, v_BHSK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        B, S, _ = x_BSD.shape
+        qkv = self.qkv(x_BSD).view(B, S, -1, 3, self.head_size)
+        q_BHSK, k_BHSK, v_BHSK = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         mixed_BHSK = F.scaled_dot_product_attention(
             rotate(q_BHSK, cos, sin),
             rotate(k_BHSK, cos, sin),
@@ -75,7 +77,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        out_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).reshape(B, S, D))
+        out_BSD: Tensor = self.output(mixed_BHSK.transpose(1, 2).reshape(B, S, -1))
         return out_BSD
 
 
@@ -117,6 +119,10 @@ class GPT(LightningModule):
 
     With `defer_init` the layers are made by `configure_model`, which the trainer calls: under HolmesStrategy a process
     then allocates its own layers only, and initial weights depend on the seed and their names.
+
+    With HolmesStrategy(tensor_parallel_size=...) the ranks of a tensor group share attention by heads, the MLPs by their
+    inner size, and embedding and head by the vocabulary (Megatron-LM, arXiv 1909.08053, section 3). Dropout within
+    attention then differs from that of one process.
     """
 
     def __init__(
@@ -165,14 +171,49 @@ class GPT(LightningModule):
         self.warmup_steps = warmup_steps
         self.betas = betas
 
-        self._is_built = False
+        self._is_built = self._is_shared_out = False
         if not defer_init:
             self._build()
 
     def configure_model(self) -> None:
-        """Make the layers, if they are not there yet. A subclass that shares them out calls this first."""
+        """Make the layers, if they are not there yet, and share them out over the tensor group, if there is one."""
         if not self._is_built:
             self._build()
+        mesh = self.device_mesh
+        axis = "tensor_parallel"
+        if (
+            mesh is not None
+            and axis in (mesh.mesh_dim_names or ())
+            and mesh[axis].size() > 1
+            and not self._is_shared_out
+        ):
+            self._share_out(mesh[axis])
+
+    def _share_out(self, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        shape: Any = self.hparams
+        for name, value in (("num_heads", shape.num_heads), ("vocab_size", shape.vocab_size)):
+            if value % mesh.size():
+                raise ConfigurationError(
+                    f"{name}={value} does not divide among tensor_parallel_size={mesh.size()} ranks: change one of them"
+                )
+        layer = {
+            "attention.qkv": ColwiseParallel(),
+            "attention.output": RowwiseParallel(),
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(),
+        }
+        plan: dict[str, Any] = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        plan |= {f"layers.{i}.{name}": style for i in range(self.num_layers) for name, style in layer.items()}
+        parallelize_module(self, mesh, plan)
+        if shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self._is_shared_out = True
 
     def _build(self) -> None:
         shape: Any = self.hparams

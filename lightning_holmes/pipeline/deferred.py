@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.stage import placeholder
 from lightning_holmes.pipeline.tape import Tape, is_absent
@@ -61,7 +62,12 @@ class DeferredModule:
         self.module = module
         self._blank([t for _, t in _named_tensors(module) if t.is_meta and fake_mode_of(t) is None])
         for name, tensor in _named_tensors(module):
-            self._tape.names.setdefault(self._tape.key(tensor), name)
+            self._tape.name(tensor, name)
+            if sharded.is_sharded(tensor) and not self._is_written(tensor):
+                raise UnsupportedModuleError(
+                    f"{name} is shared out over its tensor group, but nothing had given it a value before: make it in "
+                    f"configure_model, initialise it there, and share it out then"
+                )
         with self._tape.recording():
             self._initialise(module)
 
@@ -74,7 +80,8 @@ class DeferredModule:
         """Let tensors that nobody recorded be absent ones that somebody may fill."""
         assert self.module is not None
         with self._tape.recording():
-            made = [torch.empty(t.shape, dtype=t.dtype, device=self.device if t.is_meta else t.device) for t in tensors]
+            parts = [sharded.local_part(t) for t in tensors]
+            made = [torch.empty(t.shape, dtype=t.dtype, device=self.device if t.is_meta else t.device) for t in parts]
         _replace(self.module, [(old, _like(new, old)) for old, new in zip(tensors, made, strict=True)])
 
     def _initialise(self, module: nn.Module) -> None:
@@ -121,9 +128,11 @@ class DeferredModule:
             _replace(module, [(real, tensor) for tensor, real in replaced])
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        small = tensor.numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
+        """For a sharded tensor, one for the part on this rank."""
+        small = sharded.local_part(tensor).numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
         if small and self._is_written(tensor):
             return self._tape.realise(tensor)
+        tensor = sharded.local_part(tensor)
         device = self.device if tensor.device.type == "meta" else tensor.device
         if device.type != "cpu":
             return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
@@ -164,19 +173,22 @@ class DeferredModule:
         built = []
         for name, tensor in absent:
             device = self.device if tensor.device.type == "meta" else tensor.device
+            part = sharded.local_part(tensor)
             if name in parameters and name not in names:
-                real = placeholder(torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+                real = placeholder(torch.empty((), dtype=tensor.dtype, device=device).expand(part.shape))
             elif name in given:
                 value = given.pop(name)
                 if value.shape != tensor.shape:
                     raise UnsupportedModuleError(
                         f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}"
                     )
-                real = value.to(device, tensor.dtype)
+                real = sharded.local_part(sharded.share_of(value, tensor)).to(device, tensor.dtype)
             elif self._is_written(tensor):
                 real = self._tape.realise(tensor)
+                if sharded.is_split(tensor):  # it may be a view of the whole
+                    real = real.clone()
             else:
-                real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                real = torch.zeros(part.shape, dtype=tensor.dtype, device=device)
             built.append((tensor, _like(real, tensor)))
         _replace(module, built)
 
@@ -197,7 +209,8 @@ def _replace(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _like(real: Tensor, tensor: Tensor) -> Tensor:
-    """``real`` as what ``tensor`` is, a parameter or not, with what was set on it."""
+    """``real``, of a sharded tensor this rank's part, as what ``tensor`` is: sharded, a parameter, with what was set on it."""
+    real = sharded.like(real, tensor)
     if not isinstance(tensor, nn.Parameter):
         return real
     made = nn.Parameter(real, requires_grad=tensor.requires_grad)

@@ -15,13 +15,15 @@ Memory is what is followed: views are made anew from offset and strides. The ide
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_holmes.comm import sharded
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_torch
@@ -30,11 +32,13 @@ from lightning_holmes.torch_private import (
     TorchDispatchMode,
     fake_mode_of,
     operator_name,
+    shared_out_locally,
     without_modes,
     written_arguments,
 )
 
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::random_"})
+_COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::_to_copy"})
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -51,7 +55,8 @@ class _Operation:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: a fake one, or one on the meta device."""
+    """Whether a tensor, or the part of it on this rank, has no values: a fake one, or one on the meta device."""
+    tensor = sharded.local_part(tensor)
     return tensor.is_meta or fake_mode_of(tensor) is not None
 
 
@@ -75,22 +80,39 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Tensors made inside take no memory."""
-        with self.mode, self:
+        """Tensors made inside take no memory. Those that are shared out over a mesh are so by each rank for itself."""
+        with shared_out_locally(is_absent) if dist.is_initialized() else nullcontext(), self.mode, self:
             yield
 
     def key(self, tensor: Tensor) -> int:
-        """What identifies a tensor's memory."""
-        return id(tensor.untyped_storage())
+        """What identifies a tensor's memory; of a sharded one, that of its part on this rank."""
+        return id(sharded.local_part(tensor).untyped_storage())
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give the tensor's memory its name, unless it has one; of a sharded one also the memory it is a part of."""
+        for key in self._keys(tensor):
+            self.names.setdefault(key, name)
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether anything gave the tensor's memory a value."""
-        history = self._history.get(self.key(tensor), [])
+        history = self._history.get(self._keys(tensor)[-1], [])
         return any("empty" not in operator_name(self._operations[index].function) for index in history)
+
+    def _keys(self, tensor: Tensor) -> list[int]:
+        """A tensor's memory; of a sharded one also what it was copied from, up to the whole tensor."""
+        keys = [self.key(tensor)]
+        while sharded.is_sharded(tensor) and keys[-1] in self._history:
+            operation = self._operations[self._history[keys[-1]][0]]
+            if operator_name(operation.function) not in _COPIES or self.key(operation.args[0]) in keys:
+                break
+            keys.append(self.key(operation.args[0]))
+        return keys
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tree.tensors_of((args, kwargs))
+        if any(map(sharded.is_sharded, inputs)):
+            return NotImplemented  # what it does to the parts comes here again
         absent = [t for t in inputs if is_absent(t)]
         if inputs and not absent:
             with without_modes():
@@ -122,7 +144,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # building
 
     def realise(self, tensor: Tensor) -> Tensor:
-        """A real tensor with the values that the recorded operators give this one; one that is real is returned."""
+        """A real tensor with the values that the recorded operators give this one; one that is real is returned. Of a
+        sharded one, this rank's part."""
+        tensor = sharded.local_part(tensor)
         with without_modes(), torch.no_grad(), preserved_random_state(self.device):
             return self._value(tensor)
 

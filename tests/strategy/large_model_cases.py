@@ -178,18 +178,18 @@ def memory_mb(field: str) -> float:
 def measure(payload: dict[str, Any]) -> dict[str, float]:
     """Growth of this rank's peak memory, MB, while it validates each model; nothing but imports and a toy run before."""
     torch.set_num_threads(1)
-    fit("gpt", payload["folder"], payload["holmes"])  # what is imported and connected only once
     grown = {}
-    for name in payload["models"]:
+    for name, holmes in payload["models"].items():
+        fit("gpt", payload["folder"], holmes)  # what is imported and connected only once
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_mb("VmRSS")
         pl.seed_everything(SEED, verbose=False)
-        if name == "configure_model":
-            module: Any = GPT(hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True)
+        if name == "pretrained":
+            module: Any = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
         else:
-            module = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
-        trainer(payload["holmes"]).validate(module, DataLoader(Windows(4), 4), verbose=False)
+            module = GPT(hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True)
+        trainer(holmes).validate(module, DataLoader(Windows(4), 4), verbose=False)
         grown[name] = memory_mb("VmHWM") - before
         del module
     return grown

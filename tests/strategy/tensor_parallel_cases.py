@@ -1,4 +1,4 @@
-"""What the processes of test_tensor_parallel.py run: a module whose configure_model shares its layers out."""
+"""What the processes of test_tensor_parallel.py run: modules whose configure_model shares their layers out."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
+from lightning_holmes.models import GPT
 
 EPOCHS, STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 2, 3, 8, 6, 8, 12, 6
 
@@ -123,6 +124,43 @@ class Words(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
 
 
+class Tokens(GPT):
+    """The recipes' model, which shares itself out; on windows of random tokens."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def loader(self) -> DataLoader[Any]:
+        tokens = torch.randint(0, VOCABULARY, (STEPS * SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+        data = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: Any = DistributedSampler(data, shuffle=False, **kwargs)  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=SAMPLES // kwargs["num_replicas"], sampler=sampler)  # type: ignore[arg-type]
+
+    train_dataloader = val_dataloader = loader
+
+
+def build(style: str, dropout: float) -> LightningModule:
+    """Of ``Words`` by its style; "gpt", built by configure_model; "tied", a GPT built in __init__, whose head is its
+    embedding."""
+    if style not in ("gpt", "tied"):
+        return Words(style, dropout)
+    options: dict[str, Any] = {"defer_init": True} if style == "gpt" else {"tie_embeddings": True}
+    return Tokens(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_layers=4,
+        num_heads=4,
+        sequence_length=LENGTH,
+        dropout=dropout,
+        learning_rate=0.02,
+        warmup_steps=2,
+        **options,
+    )
+
+
 class Watch(Callback):
     """Losses of the steps, and the norm of the gradient before it is clipped; saves behind the first epoch."""
 
@@ -168,7 +206,7 @@ def train(
         callbacks=[watch],
         **settings,
     )
-    trainer.fit(Words(style, dropout), ckpt_path=ckpt_path)
+    trainer.fit(build(style, dropout), ckpt_path=ckpt_path)
     return trainer, watch
 
 

@@ -83,8 +83,11 @@ def test_what_nothing_initialises_is_named_on_every_rank(results: Any) -> None:
 def test_peak_memory_of_a_rank_is_under_half_of_the_model(folder: Path) -> None:
     payload = {
         "folder": str(folder),
-        "holmes": {"pipeline_parallel_size": 4},
-        "models": ["configure_model", "pretrained"],
+        "models": {
+            "configure_model": {"pipeline_parallel_size": 4},
+            "pretrained": {"pipeline_parallel_size": 4},
+            "shared out": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+        },
     }
     ranks = launch(4, "large_model_cases:measure", payload, timeout_s=200)
     for name in payload["models"]:

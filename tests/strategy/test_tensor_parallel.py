@@ -89,6 +89,23 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     baseline.has_weights({n: p.detach() for n, p in trainer.lightning_module.named_parameters()})
 
 
+def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
+    """Built without memory: the weights of one process under the strategy. Built in __init__: those of plain Lightning."""
+    pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    folder = tmp_path / "folder.ckpt"
+    cases: list[dict[str, Any]] = [
+        {"strategy": pipeline, "style": "gpt", "save": folder},
+        {"strategy": pipeline, "style": "tied"},
+        {"strategy": {"pipeline_parallel_size": 1}, "style": "gpt", "ckpt_path": folder},
+    ]
+    ranks = launch(4, "tensor_parallel_cases:run_all", [{"devices": 4, **case} for case in cases], timeout_s=150)
+    found = [[of_rank[index] for of_rank in ranks] for index in range(len(cases))]
+    alone = Baseline(HolmesStrategy(), style="gpt")
+    alone.is_met_by(found[0])
+    Baseline(style="tied").is_met_by(found[1])
+    alone.is_met_by(found[2], skip=STEPS)
+
+
 def test_two_processes(baseline: Baseline) -> None:
     """A tensor group alone: clipped by norm and by value; dropout; what is wrong or shares nothing is refused."""
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
