@@ -3,8 +3,9 @@
 No other file imports a name with a leading underscore from torch.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "is_batch_norm",
     "local_tensor",
     "nccl_options",
+    "noticing_checkpoints",
     "operator_name",
     "set_local_tensor",
     "tensor_version",
@@ -123,6 +125,31 @@ def is_dropout(module: nn.Module) -> bool:
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows when a tensor is changed in place; inference tensors count none and give their address."""
     return tensor.data_ptr() if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
+    """Call ``noticed`` when activation checkpointing, of either kind, begins inside."""
+    from torch.utils import checkpoint
+
+    module: Any = checkpoint
+    without, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def noticing(*args: Any, **kwargs: Any) -> Any:
+        noticed()
+        return without(*args, **kwargs)
+
+    class Noticing(function):  # type: ignore[misc, valid-type]
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            noticed()
+            return function.apply(*args)
+
+    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = noticing, Noticing
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = without, function
 
 
 def local_tensor(tensor: Any) -> Tensor:

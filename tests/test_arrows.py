@@ -37,6 +37,7 @@ BESIDE_STRATEGY = {
     "monitoring",
     "parameter_groups",
     "signals",
+    "split_trial",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

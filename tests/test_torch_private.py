@@ -161,3 +161,20 @@ def test_operators_that_compute_are_told_from_views() -> None:
     assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))
     assert not torch_private.computes(torch.ops.prim.device.default)
     assert all(map(torch_private.computes, (ops.mm.default, ops.add.Tensor, ops.add_.Tensor, ops.clone.default)))
+
+
+def test_activation_checkpointing_of_both_kinds_is_noticed_and_works_as_before() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, noticed = nn.Linear(3, 3), []
+    x = torch.ones(2, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
+    for reentrant in (True, False):
+        with torch_private.noticing_checkpoints(lambda: noticed.append(1)):
+            y = checkpoint(layer, x, use_reentrant=reentrant)
+        x.grad = None
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+    assert len(noticed) == 2
+    checkpoint(layer, x, use_reentrant=False)
+    assert len(noticed) == 2

@@ -118,6 +118,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             gradient_sync=layout.gradient_sync,
             bucket_bytes=layout.bucket_bytes,
             topology=two_clusters(fit.world_size) if layout.gradient_sync == "hierarchical" else "auto",
+            partition="uniform" if layout.partition is None else list(layout.partition),
         )
     trainer = Trainer(
         accelerator="cpu",
