@@ -233,7 +233,7 @@ class HolmesStrategy(CheckpointingStrategy):
         self._metrics_before: list[tuple[Any, Any]] = []
         self._last_step: int | None = None
         self._driver: StepDriver | None = None
-        self._chooses_schedule = schedule == "auto"
+        self._chooses_schedule = schedule == "auto" and plan is None  # a plan file decides it
         self._trial: SplitTrial | None = None
         self._state: ModuleState | None = None
         self._gradients: Gradients | None = None
