@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.plan.compute_order import SPLITTING
 from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _BATCH_HOOKS = {
@@ -81,9 +83,20 @@ def check_arguments(
         raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
-    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b"):
+    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b", *V_SHAPED):
         raise ConfigurationError(
             f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
+        )
+    if num_chunks not in ("auto", 1, 2) and schedule in V_SHAPED:
+        raise ConfigurationError(
+            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs two chunks a rank, down the "
+            f"ranks and back up; leave num_chunks out"
+        )
+    if tensor_parallel_size > 1 and schedule in SPLITTING:
+        raise ConfigurationError(
+            f"schedule={schedule!r} with tensor_parallel_size={tensor_parallel_size}: the order in which a split backward "
+            f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
+            f'schedule="1f1b" or tensor_parallel_size=1'
         )
     if num_chunks == 1 and schedule == "interleaved_1f1b":
         raise ConfigurationError('schedule="interleaved_1f1b" needs num_chunks of at least 2, say num_chunks=2')

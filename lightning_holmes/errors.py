@@ -24,6 +24,10 @@ class RemoteError(HolmesError, RuntimeError):
     """Another rank failed first. The message names that rank and carries its error."""
 
 
+class ConnectionLostError(HolmesError, RuntimeError):
+    """A rank that this one was talking to is gone, or the way to it; the message names group, transport and peer."""
+
+
 class CheckpointError(HolmesError, RuntimeError):
     """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
 

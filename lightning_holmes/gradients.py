@@ -484,7 +484,7 @@ def _shared_between_stages(pipeline: PipelineModule, plan: Plan) -> dict[tuple[i
     if pipeline.structure is not None:
         for name in pipeline.structure.readers:
             stages = pipeline.structure.stages_of(plan.partition, name)
-            ranks = tuple(sorted({stage % plan.pipeline_parallel_size for stage in stages}))
+            ranks = tuple(sorted({plan.rank_of(stage) for stage in stages}))
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(name)
     return shared

@@ -97,6 +97,7 @@ def lay_out_job(
     pipeline_parallel_size: int | Literal["auto"],
     num_chunks: int | Literal["auto"],
     largest_num_chunks: int,
+    schedule: str = "1f1b",
     job: Job,
     facts: Mapping[str, str],
     tensor_parallel_size: int = 1,
@@ -145,7 +146,7 @@ def lay_out_job(
         for stage in range(size)
         for replica in range(placement.data_parallel_size)
     ]
-    pairs = edge_pairs(size, largest_num_chunks if size > 1 else 1)
+    pairs = edge_pairs(size, largest_num_chunks if size > 1 else 1, schedule)
     edges = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     clusters = [cluster.name for cluster, _ in topology.places()]
     if activation_dtype is not None and all(clusters[a] == clusters[b] for a, b in edges):

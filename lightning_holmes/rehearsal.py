@@ -44,6 +44,7 @@ from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.plan.self_adapting import Balance
+from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 
 _SEED = 20231203
 
@@ -127,7 +128,9 @@ def check(
     *,
     pipeline_parallel_size: int = 2,
     num_microbatches: int = 2,
-    schedule: Literal["1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "1f1b",
+    schedule: Literal[
+        "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "eager_zero_bubble", "zero_bubble_v"
+    ] = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",
     partition: Literal["self_adapting", "proportional", "uniform"] | Sequence[int] = "uniform",
@@ -163,6 +166,7 @@ def check(
         schedule=schedule,
         schedules=SCHEDULE_NAMES,
     )
+    num_chunks = 2 if schedule in V_SHAPED else num_chunks
     names = [name for name in steps if is_overridden(name, module)]
     if not names:
         raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")
@@ -329,7 +333,7 @@ class _Cast:
             copy = shadow_copy(module)
             copy._trainer = module._trainer
             _give_own_parameters(copy)
-            stages = range(rank, partition.num_stages, size)
+            stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
             pipeline.install()
             edges = LocalEdges(rank, size, mailbox) if size > 1 else None

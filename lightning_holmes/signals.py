@@ -7,6 +7,8 @@ reached other ranks only is handed to rank 0 through the job's store.
     signals = BatchSignals(trainer, watch); signals.install(); ...; signals.uninstall()
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,11 +26,18 @@ class BatchSignals:
 
     Args:
         watch: talks to rank 0 beside the batches; None after a failure.
+        explaining: turns a lost connection inside into an error that names the group.
     """
 
-    def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None) -> None:
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        watch: FailureWatch | None,
+        explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._trainer = trainer
         self._watch = watch
+        self._explaining = explaining
         self._connector: Any = trainer._signal_connector
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._told_to_end = False
@@ -70,7 +79,10 @@ class BatchSignals:
         message = torch.tensor([wanted], device=self._trainer.strategy.root_device)
         try:
             dist.broadcast(message, src=0)
-        except Exception:
+        except Exception as error:
+            if "imed out" in str(error):  # in the batch it would be waited for another time
+                with self._explaining():
+                    raise
             return  # as Lightning: what is broken shows in the batch, with its reason
         agreed = int(message.item())
         if agreed == _END:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,11 +45,12 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.mesh import ProcessGroups, release
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.comm.transport import UserSettings
 from lightning_holmes.comm.world import check_port_range, connect_world
-from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnsupportedModuleError
 from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.gradients import GradientOptions, Gradients
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
@@ -73,8 +75,10 @@ from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.signals import BatchSignals
+from lightning_holmes.split_trial import SplitTrial
 from lightning_holmes.torch_private import default_store
 
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
@@ -93,8 +97,11 @@ class HolmesStrategy(CheckpointingStrategy):
             fastest predicted step, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
-        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", or "auto": interleaved if ``num_chunks`` is above 1;
-            else the one whose step is predicted to be the fastest, without gpipe.
+        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "zero_bubble" (backwards split into that of the input
+            and that of the weights, which fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
+            rank, down the ranks and back up), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
+            predicted to be the fastest, without gpipe, and from the third batch on with a split backward if the first two
+            show that to be faster.
         num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen.
         partition: "self_adapting": layers are dealt so that the slowest stage is as fast as it can be, by the costs of the
             layers, with what runs before and behind them, and the speeds of the hosts; "proportional": in proportion to
@@ -140,7 +147,16 @@ class HolmesStrategy(CheckpointingStrategy):
         tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
-        schedule: Literal["auto", "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b"] = "auto",
+        schedule: Literal[
+            "auto",
+            "1f1b",
+            "eager_1f1b",
+            "gpipe",
+            "interleaved_1f1b",
+            "zero_bubble",
+            "eager_zero_bubble",
+            "zero_bubble_v",
+        ] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
         profile: ProfileKind = "flops",
@@ -184,7 +200,7 @@ class HolmesStrategy(CheckpointingStrategy):
             num_microbatches=num_microbatches,
             eval_num_microbatches=eval_num_microbatches,
             schedule=schedule,
-            num_chunks=num_chunks,
+            num_chunks=2 if schedule in V_SHAPED else num_chunks,
             partition=partition,
             layers=layers,
         )
@@ -227,6 +243,8 @@ class HolmesStrategy(CheckpointingStrategy):
         self._metrics_before: list[tuple[Any, Any]] = []
         self._last_step: int | None = None
         self._driver: StepDriver | None = None
+        self._chooses_schedule = schedule == "auto" and plan is None  # a plan file decides it
+        self._trial: SplitTrial | None = None
         self._state: ModuleState | None = None
         self._gradients: Gradients | None = None
         self._parameter_groups: ParameterGroups | None = None
@@ -373,6 +391,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 tensor_parallel_size=self._options.tensor_parallel_size,
                 num_chunks=self._options.num_chunks,
                 largest_num_chunks=self._options.largest_num_chunks,
+                schedule=self._options.schedule,
                 job=job,
                 facts=self._argument_facts(topology),
                 activation_dtype=self._activation_dtype,
@@ -532,10 +551,11 @@ class HolmesStrategy(CheckpointingStrategy):
         )
         if fitting and is_pipeline:
             self._show_whole_module_to_callbacks(trainer)
+            self._trial = SplitTrial(self._plan, self._driver, self.root_device) if self._chooses_schedule else None
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
         if self.world_size > 1:
-            self._signals = BatchSignals(trainer, self._watch)
+            self._signals = BatchSignals(trainer, self._watch, self._explaining)
             self._signals.install()
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
@@ -745,7 +765,7 @@ class HolmesStrategy(CheckpointingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole batch, forward and backward, through the pipeline; gradients stay with the strategy."""
-        with self._explaining():
+        with self._explaining(self._replicas):
             return self._training_step(*args, *kwargs.values())
 
     def _training_step(self, batch: Any, *arguments: Any) -> Any:
@@ -768,6 +788,8 @@ class HolmesStrategy(CheckpointingStrategy):
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales
         )
         self._gradients.end()
+        if self._trial is not None:
+            self._plan = self._trial.after_batch(self._plan)
         output = result.output
         if self.world_size > 1:
             loss_of(output, "training_step")
@@ -820,6 +842,8 @@ class HolmesStrategy(CheckpointingStrategy):
             context=functools.partial(self._step_context, step_name),
             loss_scales=loss_scales,
             listener=self._gradients if loss_scales is not None else None,
+            accumulate=None if self._gradients is None else self._gradients.add,
+            meter=None if self._trial is None else self._trial.meter,
         )
         result = self._driver.run(request)
         if step_name in self._state_each_batch:
@@ -852,7 +876,7 @@ class HolmesStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None and self._gradients is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._explaining(), nullcontext() if self._clock is None else self._clock.noting("reduce"):
+        with self._explaining(self._replicas), nullcontext() if self._clock is None else self._clock.noting("reduce"):
             self._gradients.hand_over(last=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -914,15 +938,24 @@ class HolmesStrategy(CheckpointingStrategy):
         return self.lightning_module.trainer
 
     @contextmanager
-    def _explaining(self) -> Generator[None, None, None]:
-        """Replace a broken connection by the failure of the rank that broke it."""
+    def _explaining(self, group: Any = None) -> Generator[None, None, None]:
+        """Replace a broken connection by the failure of the rank that broke it, or name ``group`` (None: all ranks), which
+        is the one used inside where nothing has named another."""
         try:
             yield
         except Exception as exception:
             cause = exception if self._watch is None else self._watch.explain(exception)
-            if cause is exception:
+            if cause is not exception:
+                raise cause from None
+            if isinstance(exception, HolmesError) or not is_lost(exception) or self._groups is None:
                 raise
-            raise cause from None
+            where = f"on rank {self.global_rank} in {self._groups.builder.describe(group)}"
+            raise ConnectionLostError(describe_loss(where, exception)) from exception
+
+    @property
+    def _replicas(self) -> Any:
+        """The group of this rank's replicas, or None."""
+        return None if self._groups is None else self._groups.data_parallel
 
     def barrier(self, name: str | None = None) -> None:
         if not self._failed:  # callbacks may still save, but the other ranks do not come any more
@@ -935,6 +968,15 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._shards is not None:
             self._shards.abandon()
         self._saved_weights = None
+        if isinstance(exception, Exception) and not isinstance(exception, HolmesError):
+            try:
+                with self._explaining():  # what broke in Lightning's own collectives, or a hook's
+                    raise exception
+            except HolmesError as explained:
+                print(f"[rank {self.global_rank}] {type(explained).__name__}: {explained}", file=sys.stderr, flush=True)
+                exception = explained
+            except Exception:
+                pass
         if self._watch is not None:
             self._watch.report(exception)
             self._watch = None
@@ -951,7 +993,7 @@ class HolmesStrategy(CheckpointingStrategy):
                 ranks = self._plan.placement.pipeline_group(
                     self._groups.data_parallel_rank, self._groups.tensor_parallel_rank
                 )
-                owners = {s: ranks[s % len(ranks)] for s in range(self._plan.num_stages)}
+                owners = {s: ranks[self._plan.rank_of(s)] for s in range(self._plan.num_stages)}
                 with self._explaining():
                     checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
             if self._gradients is not None:
@@ -970,7 +1012,7 @@ class HolmesStrategy(CheckpointingStrategy):
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
-        self._driver = self._state = self._builder = None
+        self._driver = self._state = self._builder = self._trial = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

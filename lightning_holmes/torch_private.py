@@ -3,6 +3,7 @@
 No other file imports a name with a leading underscore from torch.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +34,7 @@ __all__ = [
     "is_compiled",
     "local_tensor",
     "nccl_options",
+    "noticing_checkpoints",
     "operator_name",
     "set_local_tensor",
     "shared_out_locally",
@@ -127,6 +129,31 @@ def is_dropout(module: nn.Module) -> bool:
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows when a tensor is changed in place; inference tensors count none and give their address."""
     return tensor.data_ptr() if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
+    """Call ``noticed`` when activation checkpointing, of either kind, begins inside."""
+    from torch.utils import checkpoint
+
+    module: Any = checkpoint
+    without, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def noticing(*args: Any, **kwargs: Any) -> Any:
+        noticed()
+        return without(*args, **kwargs)
+
+    class Noticing(function):  # type: ignore[misc, valid-type]
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            noticed()
+            return function.apply(*args)
+
+    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = noticing, Noticing
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = without, function
 
 
 def local_tensor(tensor: Any) -> Tensor:

@@ -38,6 +38,7 @@ BESIDE_STRATEGY = {
     "parameter_groups",
     "signals",
     "sharding",
+    "split_trial",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".

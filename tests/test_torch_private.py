@@ -178,3 +178,20 @@ def test_compiled_modules_are_known_and_tensor_classes_can_be_left_out() -> None
     assert torch.sum(tensor) == "told"
     with torch_private.without_torch_functions():
         assert float(torch.sum(tensor)) == 2.0
+
+
+def test_activation_checkpointing_of_both_kinds_is_noticed_and_works_as_before() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, noticed = nn.Linear(3, 3), []
+    x = torch.ones(2, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).sum(), x)[0]
+    for reentrant in (True, False):
+        with torch_private.noticing_checkpoints(lambda: noticed.append(1)):
+            y = checkpoint(layer, x, use_reentrant=reentrant)
+        x.grad = None
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+    assert len(noticed) == 2
+    checkpoint(layer, x, use_reentrant=False)
+    assert len(noticed) == 2

@@ -9,15 +9,18 @@ ranks of one job and always travel by gloo, on the host.
 """
 
 import collections
+import functools
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_holmes.comm.lost import naming
 
 _INLINE_BYTES = 1016
 
@@ -72,13 +75,15 @@ class _PostedReceive:
     tensors: list[Tensor]
     works: list[Any]
     dtypes: list[torch.dtype]
+    where: Callable[[], str]
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
+        with naming(self.where):
+            for work in self.works:
+                work.wait()
         return [tensor.to(dtype) for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)]
 
 
@@ -93,6 +98,7 @@ class DistributedEdges:
         messages: a gloo group of all ``ranks``.
         device: where arriving tensors are put.
         narrowed: by rank, the type in which tensors of more bits travel to it and from it; not exact.
+        describe: a group in words, for messages.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class DistributedEdges:
         messages: dist.ProcessGroup,
         device: torch.device,
         narrowed: Mapping[int, torch.dtype] | None = None,
+        describe: Callable[[dist.ProcessGroup], str] = lambda group: group.group_desc,
     ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -114,23 +121,39 @@ class DistributedEdges:
         self._messages = messages
         self._device = device
         self._narrowed = dict(narrowed or {})
-        self._in_flight: list[tuple[Any, Tensor]] = []
+        self._describe = describe
+        self._in_flight: list[tuple[Any, Tensor, Callable[[], str]]] = []
         self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
-        self._in_flight = [(work, data) for work, data in self._in_flight if not work.is_completed()]
+        self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
+        group = self._outgoing[destination]
         for tensor in tensors:
             data = tensor.detach().to(self._travelling(tensor.dtype, destination)).contiguous()
-            work = dist.isend(data, self.ranks[destination], group=self._outgoing[destination])
-            self._in_flight.append((work, data))
+            self._start_send(data, destination, group, "sending tensors")
+
+    def _start_send(
+        self, data: Tensor, destination: int, group: dist.ProcessGroup, what: str, topic: int | None = None
+    ) -> None:
+        peer = self.ranks[destination]
+        where = functools.partial(self._where, f"{what} to rank {peer}", group)
+        with naming(where):
+            tag = {} if topic is None else {"tag": topic}
+            self._in_flight.append((dist.isend(data, peer, group=group, **tag), data, where))
+
+    def _where(self, what: str, group: dist.ProcessGroup) -> str:
+        return f"on rank {self.ranks[self.rank]} while {what} in {self._describe(group)}"
 
     def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
         tensors = [
             torch.empty(spec.shape, dtype=self._travelling(spec.dtype, source), device=self._device) for spec in specs
         ]
         group = self._incoming[source]
-        works = [dist.irecv(t, self.ranks[source], group=group) for t in tensors]
-        return _PostedReceive(tensors, works, [spec.dtype for spec in specs])
+        peer = self.ranks[source]
+        where = functools.partial(self._where, f"receiving tensors from rank {peer}", group)
+        with naming(where):
+            works = [dist.irecv(t, peer, group=group) for t in tensors]
+        return _PostedReceive(tensors, works, [spec.dtype for spec in specs], where)
 
     def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
         """The type in which a tensor of ``dtype`` goes to or comes from ``rank``."""
@@ -147,8 +170,7 @@ class DistributedEdges:
         else:
             parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         for part in parts:
-            work = dist.isend(part, self.ranks[destination], group=self._messages, tag=topic)
-            self._in_flight.append((work, part))
+            self._start_send(part, destination, self._messages, "sending a message", topic)
 
     def expect_message(self, source: int, topic: int) -> None:
         if (source, topic) not in self._expected:
@@ -160,20 +182,23 @@ class DistributedEdges:
         return True
 
     def receive_message(self, source: int, topic: int) -> Any:
-        self.expect_message(source, topic)
-        work, head = self._expected.pop((source, topic))
-        work.wait()
-        length = int(head[:8].view(torch.int64).item())
-        if length <= _INLINE_BYTES:
-            data = head[8 : 8 + length]
-        else:
-            data = torch.empty(length, dtype=torch.uint8)
-            dist.recv(data, self.ranks[source], group=self._messages, tag=topic)
+        what = f"waiting for a message from rank {self.ranks[source]}"
+        with naming(functools.partial(self._where, what, self._messages)):
+            self.expect_message(source, topic)
+            work, head = self._expected.pop((source, topic))
+            work.wait()
+            length = int(head[:8].view(torch.int64).item())
+            if length <= _INLINE_BYTES:
+                data = head[8 : 8 + length]
+            else:
+                data = torch.empty(length, dtype=torch.uint8)
+                dist.recv(data, self.ranks[source], group=self._messages, tag=topic)
         return pickle.load(io.BytesIO(data.numpy().tobytes()))
 
     def finish(self) -> None:
-        for work, _ in self._in_flight:
-            work.wait()
+        for work, _, where in self._in_flight:
+            with naming(where):
+                work.wait()
         self._in_flight.clear()
 
 

@@ -13,8 +13,7 @@ import time
 import traceback
 from typing import Any
 
-import torch.distributed as dist
-
+from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.errors import RemoteError
 
 _KEY = "failure"
@@ -23,6 +22,8 @@ _SEEN_KEY = "seen"
 _END_KEY = "end"
 _NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
 _POLL_S = 1.0
+_SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
+_CAUSE_S = 3.0  # how long to wait for another rank to say why a connection broke
 _GRACE_S = 8.0
 
 
@@ -46,6 +47,8 @@ class FailureWatch:
         self._asked = False
         self.asked_to_end = False
         """On rank 0: another rank has been told to end, and asks for all to."""
+        self._cause: tuple[int, str, str] | None = None
+        self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
@@ -54,17 +57,28 @@ class FailureWatch:
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands."""
+        if self._reachable():
+            # in a thread: where the way to the store is cut, a request to it does not come back
+            telling = threading.Thread(target=self._tell, args=(exception,), name="holmes-failure-report", daemon=True)
+            telling.start()
+            telling.join(timeout=2 * _NOTICE_S)
+        self.stop()
+
+    def _reachable(self) -> bool:
+        """Whether the store has answered lately."""
+        return time.monotonic() - self._answered < _SILENCE_S
+
+    def _tell(self, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
             if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
                 self._notice()
-            else:
-                line = f"{type(exception).__name__}: {exception}"
-                text = "".join(traceback.format_exception(exception))
-                self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
-                end = time.monotonic() + _NOTICE_S
-                while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
-                    time.sleep(0.05)
-        self.stop()
+                return
+            line = f"{type(exception).__name__}: {exception}"
+            text = "".join(traceback.format_exception(exception))
+            self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
+            end = time.monotonic() + _NOTICE_S
+            while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
+                time.sleep(0.05)
 
     def _notice(self) -> None:
         """Tell the rank that failed first, which waits for it, that this one knows."""
@@ -72,19 +86,15 @@ class FailureWatch:
             self._noticed = True
             self._store.add(self._key(_SEEN_KEY), 1)
 
-    def cause(self, wait_s: float = 0.0) -> tuple[int, str, str] | None:
+    def _look(self) -> tuple[int, str, str] | None:
         """(rank, one line, traceback) of the failure that was reported first, if any."""
-        end = time.monotonic() + wait_s
-        while True:
-            try:
-                if self._store.check([self._key(_KEY)]):
-                    rank, line, text = json.loads(self._store.get(self._key(_KEY)))
-                    return rank, line, text
-            except Exception:
-                return None
-            if time.monotonic() >= end:
-                return None
-            time.sleep(0.1)
+        try:
+            if self._store.check([self._key(_KEY)]):
+                rank, line, text = json.loads(self._store.get(self._key(_KEY)))
+                return rank, line, text
+        except Exception:  # the store's own rank is gone
+            return None
+        return None
 
     def ask_to_end(self) -> None:
         """Ask rank 0 to end the run in good order."""
@@ -94,9 +104,13 @@ class FailureWatch:
 
     def explain(self, exception: BaseException) -> BaseException:
         """``exception`` itself, or what another rank reported if this one merely lost its connection to it."""
-        if isinstance(exception, RemoteError) or not _is_broken_connection(exception):
+        if isinstance(exception, RemoteError) or not is_lost(exception):
             return exception
-        cause = self.cause(wait_s=3.0)
+        end = time.monotonic() + _CAUSE_S
+        # the thread looks, which may not come back
+        while self._cause is None and time.monotonic() < end and self._reachable():
+            time.sleep(0.05)
+        cause = self._cause
         if cause is None or cause[0] == self._rank:
             return exception
         return RemoteError(f"rank {cause[0]} failed first: {cause[1]}\n\nIts traceback:\n{cause[2]}")
@@ -104,14 +118,15 @@ class FailureWatch:
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=5 if self._reachable() else 0)
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
             if self._rank == 0 and not self.asked_to_end:
                 with contextlib.suppress(Exception):
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
-            cause = self.cause()
+            self._cause = cause = self._look()
+            self._answered = time.monotonic()
             if cause is None or cause[0] == self._rank:
                 continue
             with contextlib.suppress(Exception):
@@ -124,13 +139,3 @@ class FailureWatch:
                 flush=True,
             )
             os._exit(1)
-
-
-def _is_broken_connection(exception: BaseException) -> bool:
-    text = str(exception)
-    return isinstance(exception, (dist.DistError, ConnectionError)) or (
-        isinstance(exception, RuntimeError)
-        and any(
-            w in text for w in ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out")
-        )
-    )

@@ -18,6 +18,7 @@ from lightning_holmes.comm.edges import DistributedEdges
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
 from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.plan.placement import Placement, cluster_levels
+from lightning_holmes.plan.stage_ranks import ranks_of_stages
 from lightning_holmes.torch_private import nccl_options
 
 
@@ -50,6 +51,7 @@ class GroupBuilder:
         self.device = device
         self.timeout = timeout
         self.owned: list[dist.ProcessGroup] = []
+        self._on_host: set[str] = set()
         self._gloo = GlooDevices()
         self._transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
@@ -66,6 +68,8 @@ class GroupBuilder:
         if self.rank not in ranks:
             return None
         self.owned.append(created)
+        if on_host:
+            self._on_host.add(name)
         dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if is_gloo else self.device), group=created)
         return created
 
@@ -73,6 +77,17 @@ class GroupBuilder:
         """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks. Stays (see `keep`)."""
         created = self._create((rank,), name, on_host=False)
         return created if self.rank == rank else None
+
+    def describe(self, group: dist.ProcessGroup | None) -> str:
+        """A group for messages: its name, what it runs on, and its members with their hosts and cards."""
+        if group is None:
+            everyone = self._transports.ends(range(dist.get_world_size()), on_host=True)
+            return f"the group of all ranks ({dist.get_backend()}{everyone and '; ' + everyone})"
+        ranks = dist.get_process_group_ranks(group)
+        on_host = group.group_desc in self._on_host
+        transport = "gloo" if on_host else self._transports.describe(ranks)[0]
+        ends = self._transports.ends(ranks, on_host=on_host) or f"ranks {', '.join(map(str, ranks))}"
+        return f"the group {group.group_desc} ({transport}; {ends})"
 
     def keep(self, group: dist.ProcessGroup | None) -> None:
         """Never release a group that DTensors use: torch remembers how operators lay out their results, and gives those
@@ -198,6 +213,7 @@ def build_process_groups(
                 for peer, rank in enumerate(own)
                 if activation_dtype is not None and clusters is not None and clusters[rank] != clusters[builder.rank]
             },
+            describe=builder.describe,
         )
     tensor_edges = None
     if tensor_messages is not None:
@@ -208,6 +224,7 @@ def build_process_groups(
             incoming={},
             messages=tensor_messages,
             device=builder.device,
+            describe=builder.describe,
         )
     return ProcessGroups(
         pipeline_rank=pipeline_rank,
@@ -278,10 +295,10 @@ def join_shared(
     return joined
 
 
-def edge_pairs(pipeline_parallel_size: int, num_chunks: int) -> list[tuple[int, int]]:
+def edge_pairs(pipeline_parallel_size: int, num_chunks: int, schedule: str = "1f1b") -> list[tuple[int, int]]:
     """The ordered pairs of pipeline ranks between which activations or gradients travel."""
+    ranks = ranks_of_stages(schedule, pipeline_parallel_size=pipeline_parallel_size, num_chunks=num_chunks)
     pairs = set()
-    for stage in range(pipeline_parallel_size * num_chunks - 1):
-        source, destination = stage % pipeline_parallel_size, (stage + 1) % pipeline_parallel_size
-        pairs |= {(source, destination), (destination, source)}
+    for source, destination in itertools.pairwise(ranks):
+        pairs |= {(source, destination), (destination, source)} if source != destination else set()
     return sorted(pairs)

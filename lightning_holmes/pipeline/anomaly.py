@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_holmes.errors import AnomalyError
 from lightning_holmes.torch_private import backward_has_run, forward_number
@@ -23,8 +24,8 @@ _SHOWN = 5
 
 
 @contextmanager
-def naming_parameters(module: nn.Module, roots: Sequence[Tensor], place: str) -> Iterator[None]:
-    """Around a backward from ``roots``: let torch's error of anomaly mode name parameters, too, and ``place``.
+def naming_parameters(module: nn.Module, roots: Sequence[Tensor | Node], place: str) -> Iterator[None]:
+    """Around a backward from ``roots``, tensors or nodes of the graph: let torch's error of anomaly mode name parameters, too, and ``place``.
 
     Raises:
         AnomalyError: in place of torch's RuntimeError.
@@ -46,12 +47,16 @@ def naming_parameters(module: nn.Module, roots: Sequence[Tensor], place: str) ->
         ) from error
 
 
-def parameters_behind(module: nn.Module, roots: Sequence[Tensor], operator: str) -> list[str]:
+def parameters_behind(module: nn.Module, roots: Sequence[Tensor | Node], operator: str) -> list[str]:
     """The names of the parameters that the failed ``operator`` hands gradients to, the nearest first.
 
     Of several operators of that name it is the last that the backward has run; those have let go of what they saved.
     """
-    nodes = [node for node in _reachable([r.grad_fn for r in roots]) if node.name() == operator]
+    nodes = [
+        node
+        for node in _reachable([r.grad_fn if isinstance(r, Tensor) else r for r in roots])
+        if node.name() == operator
+    ]
     ran = [node for node in nodes if backward_has_run(node)]
     if ran:
         nodes = [min(ran, key=forward_number)]

@@ -7,7 +7,8 @@ Shapes are learnt when a batch of a new signature first passes, and sent ahead o
 """
 
 import collections
-from collections.abc import Callable, Generator, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +19,17 @@ from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.anomaly import naming_parameters
+from lightning_holmes.pipeline.split_backward import (
+    Accumulate,
+    SplitBackward,
+    check_splittable,
+    checkpointing_refused,
+)
+from lightning_holmes.pipeline.split_meter import SplitMeter
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import Action, Op, Schedule
+from lightning_holmes.torch_private import noticing_checkpoints
 
 TOPIC_SHAPES = 1
 
@@ -45,8 +54,9 @@ class StepJob:
     ``step(run, microbatch)`` calls the user's step; ``loss_scales`` multiplies each microbatch's loss for
     the backward (None: no backward); ``seeds`` are those of the microbatches (None: leave the generators
     alone); ``signatures`` tell microbatches of different shapes apart; ``after_forwards()`` is called when this
-    rank has run its last forward, while backwards go on; ``listener`` is told of the backwards. ``outputs`` is filled on
-    the rank of the last stage.
+    rank has run its last forward, while backwards go on; ``listener`` is told of the backwards.
+    ``accumulate(name, gradient)`` takes the gradients that a split backward gives (None: into ``grad``). ``meter`` times the
+    parts of backwards. ``outputs`` is filled on the rank of the last stage.
     """
 
     schedule: Schedule
@@ -57,6 +67,8 @@ class StepJob:
     loss_scales: Callable[[], Sequence[float]] | None = None
     after_forwards: Callable[[], None] | None = None
     listener: BackwardListener | None = None
+    accumulate: Accumulate | None = None
+    meter: SplitMeter | None = None
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -68,6 +80,7 @@ class PipelineRunner:
         self.edges = edges
         self.clock: StepClock | None = None  # of a monitored run
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+        self.without_checkpoints: set[Hashable] = set()
 
     def run(self, job: StepJob) -> Generator[None, None, None]:
         """Execute this rank's actions; yields wherever it would wait on another stage of the same process.
@@ -99,6 +112,7 @@ class _Batch:
         self.schedule = job.schedule
         self.last_stage = job.schedule.num_stages - 1
         self.runs: dict[tuple[int, int], StageRun] = {}
+        self.halves: dict[tuple[int, int], SplitBackward] = {}  # whose weights are still to come
         # receives of each source in the order of its sends; those of unknown shape wait here to be posted
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
@@ -116,8 +130,10 @@ class _Batch:
             self.forwards_left -= 1
             if self.forwards_left == 0 and self.job.after_forwards is not None:
                 self.job.after_forwards()
-        elif action.op is Op.BACKWARD:
+        elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             yield from self._backward(action)
+        elif action.op is Op.BACKWARD_WEIGHT:
+            self._backward_weight(action)
         elif action.op is Op.SEND_ACTIVATION:
             start = None if self.clock is None else self.clock.mark()
             self._send_activation(action)
@@ -139,14 +155,17 @@ class _Batch:
             step_name=job.step_name,
             seed=None if job.seeds is None else job.seeds[microbatch],
         )
-        if stage > 0:
+        if stage > 0 and self._is_here(stage - 1):
+            run.received = self._handed_over(stage - 1, microbatch)
+        elif stage > 0:
             arrival = Action(Op.RECV_ACTIVATION, stage, microbatch)
             tensors = yield from self._arrived(arrival)
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
             if clock is not None:
                 start = clock.add("wait_activation", start, stage, microbatch)
-        output = self.module.forward_step(run, lambda: job.step(run, microbatch))
+        with self._watching(run, microbatch):
+            output = self.module.forward_step(run, lambda: job.step(run, microbatch))
         if clock is not None:
             clock.add("forward", start, stage, microbatch)
         if stage == self.last_stage:
@@ -172,25 +191,98 @@ class _Batch:
         else:
             assert run.payload is not None
             roots = [t for t in run.payload if t.requires_grad]
-            gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
+            if self._is_here(stage + 1):
+                gradients = _input_gradients(self.runs.pop((stage + 1, microbatch)))
+            else:
+                gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
             if clock is not None:
                 start = clock.add("wait_gradient", start, stage, microbatch)
             run.payload = None
-        self.backwards_left[stage] -= 1
-        listener = None if self.backwards_left[stage] else self.job.listener
+        listener = self._listener_of_last(stage) if action.op is Op.BACKWARD else None
         if listener is not None:
             listener.last_backward(stage)
-        if roots:
-            run.backward = True
-            place = f"{self.job.step_name}, stage {stage}, microbatch {microbatch}"
-            with self.module.running(run), naming_parameters(self.module.module, roots, place):
+        run.backward = True
+        with self.module.running(run), naming_parameters(self.module.module, roots, self._place(action)):
+            if action.op is Op.BACKWARD_INPUT:
+                parameters = self.module.parameters_of(stage)
+                half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
+                half.input(self._accumulate)
+            elif roots and self.job.meter is not None:
+                parameters = self.module.parameters_of(stage)
+                self.job.meter.backward(stage, roots, gradients, run.received, parameters, self._accumulate)
+            elif roots:
                 torch.autograd.backward(roots, gradients)
         if listener is not None:
             listener.backwards_done(stage)
         if clock is not None:
-            clock.add("backward", start, stage, microbatch)
+            split = action.op is Op.BACKWARD_INPUT
+            clock.add("backward_input" if split else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
+
+    def _backward_weight(self, action: Action) -> None:
+        start = None if self.clock is None else self.clock.mark()
+        half = self.halves.pop((action.stage, action.microbatch))
+        listener = self._listener_of_last(action.stage)
+        if listener is not None:
+            listener.last_backward(action.stage)
+        with naming_parameters(self.module.module, half.places, self._place(action)):
+            half.weight(self._accumulate)
+        if listener is not None:
+            listener.backwards_done(action.stage)
+        if self.clock is not None:
+            self.clock.add("backward_weight", start, action.stage, action.microbatch)
+
+    def _listener_of_last(self, stage: int) -> BackwardListener | None:
+        """Counts a backward, a split one when its weights' part begins; the listener if it is the stage's last."""
+        self.backwards_left[stage] -= 1
+        return None if self.backwards_left[stage] else self.job.listener
+
+    def _place(self, action: Action) -> str:
+        return f"{self.job.step_name}, stage {action.stage}, microbatch {action.microbatch}"
+
+    def _accumulate(self, name: str, gradient: Tensor) -> None:
+        if self.job.accumulate is not None:
+            self.job.accumulate(name, gradient)
+            return
+        parameter = self.module.module.get_parameter(name)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    @contextlib.contextmanager
+    def _watching(self, run: StageRun, microbatch: int) -> Iterator[None]:
+        """Around a forward: refuses what a split backward would break or make slow; for a meter, times it."""
+        schedule, stage, meter = self.schedule, run.stage, self.job.meter
+        training = self.job.loss_scales is not None
+        splits = training and schedule.gradient_op(stage) is Op.BACKWARD_INPUT
+        if splits:
+            check_splittable(stage, schedule.name, run.received)
+
+        def noticed() -> None:
+            if splits:
+                raise checkpointing_refused(schedule.name, self.module.place_of(run))
+            if meter is not None:
+                meter.cannot_split(stage)
+
+        with contextlib.ExitStack() as around:
+            key = self._spec_key(stage, microbatch)
+            if meter is not None:
+                around.enter_context(meter.timing_forward(stage))
+            if meter is not None or (splits and key not in self.runner.without_checkpoints):
+                around.enter_context(noticing_checkpoints(noticed))
+                self.runner.without_checkpoints.add(key)
+            yield
+
+    # handing over within this rank
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self.module.stages
+
+    def _handed_over(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What ``stage`` of this rank gives the next one, which is here, too: leaves of a graph of its own."""
+        training = self.job.loss_scales is not None
+        run = self.runs[stage, microbatch] if training else self.runs.pop((stage, microbatch))
+        assert run.payload is not None
+        return [t.detach().requires_grad_(t.requires_grad) for t in run.payload]
 
     # sending
 
@@ -217,8 +309,7 @@ class _Batch:
     def _send_gradient(self, action: Action) -> None:
         run = self.runs.pop((action.stage, action.microbatch))
         assert self.runner.edges is not None
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in run.received if t.requires_grad]
-        self.runner.edges.send(self.schedule.rank_of(action.stage - 1), gradients)
+        self.runner.edges.send(self.schedule.rank_of(action.stage - 1), _input_gradients(run))
 
     # receiving
 
@@ -269,6 +360,10 @@ class _Batch:
         while not receive.ready():
             yield
         return receive.wait()
+
+
+def _input_gradients(run: StageRun) -> list[Tensor]:
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in run.received if t.requires_grad]
 
 
 def loss_of(output: Any, step_name: str) -> Tensor:

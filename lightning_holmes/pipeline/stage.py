@@ -80,6 +80,7 @@ class PipelineModule:
         self.device = device
         self.current: StageRun | None = None
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
+        self._parameters: dict[int, dict[str, nn.Parameter]] = {}
         names = dict(module.named_parameters())
         if structure is None:
             self.local_parameters = set(names)
@@ -121,6 +122,21 @@ class PipelineModule:
             layer = None if self.structure is None else self._layer_holding(name + ".")
             if (last and layer is None) or (layer is not None and self.partition.stage_of(layer) in self.stages):
                 yield name, submodule
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters that one of this rank's stages reads, by name."""
+        if stage not in self._parameters:
+            names = self.local_parameters
+            if self.structure is not None:
+                names = self.structure.parameters_of(self.partition, stage)
+            self._parameters[stage] = {n: p for n, p in self.module.named_parameters() if n in names}
+        return self._parameters[stage]
+
+    def place_of(self, run: StageRun) -> str:
+        """Where a step is, in words."""
+        if self.structure is None or run.position == BEFORE:
+            return f"in {run.step_name}, before its first layer,"
+        return f"in {run.step_name}, at or behind {self.structure.layer_names[run.position]},"
 
     # installing and removing
 

@@ -21,9 +21,12 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
 from lightning_holmes.pipeline.runner import BackwardListener, PipelineRunner, StepJob, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
+from lightning_holmes.pipeline.split_backward import Accumulate
+from lightning_holmes.pipeline.split_meter import SplitMeter
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import make_schedule
+from lightning_holmes.plan.stage_ranks import rank_of_stage
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
@@ -39,6 +42,7 @@ class StepRequest:
 
     ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is dealt; what it
     returns gives, by the first backward, what their losses are multiplied by.
+    ``accumulate`` takes the gradients of split backwards; ``meter`` times the parts of backwards.
     """
 
     step_name: str
@@ -50,6 +54,8 @@ class StepRequest:
     replica: int = 0
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
     listener: BackwardListener | None = None
+    accumulate: Accumulate | None = None
+    meter: SplitMeter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,15 @@ class StepDriver:
         """Whether this rank runs the end of a step."""
         return self.pipeline.num_stages - 1 in self.pipeline.stages
 
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that runs the end of a step."""
+        last = self.pipeline.num_stages - 1
+        return rank_of_stage(self.schedule, last, pipeline_parallel_size=self.pipeline_parallel_size)
+
+    def _other_ranks(self) -> list[int]:
+        return [rank for rank in range(self.pipeline_parallel_size) if rank != self.last_rank]
+
     def run(self, request: StepRequest) -> StepResult:
         """Run one batch; every rank of the pipeline must call with the same request but for the batch."""
         steps = self.run_in_turn(request)
@@ -156,6 +171,8 @@ class StepDriver:
             after_forwards=None if self.has_last_stage else self._send_calls,
             loss_scales=(scales or _no_scales) if training else None,
             listener=request.listener,
+            accumulate=request.accumulate,
+            meter=request.meter if training else None,
         )
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
@@ -273,15 +290,15 @@ class StepDriver:
         if edges is None or edges.size == 1:
             return
         if self.has_last_stage:
-            for rank in range(edges.size - 1):
+            for rank in self._other_ranks():
                 edges.expect_message(rank, TOPIC_CALLS)
         else:
-            edges.expect_message(edges.size - 1, TOPIC_RESULT)
+            edges.expect_message(self.last_rank, TOPIC_RESULT)
 
     def _send_calls(self) -> None:
         """Tell the last stage what this rank's stages have logged, early enough that nobody waits for it."""
         assert self.edges is not None
-        self.edges.send_message(self.edges.size - 1, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
+        self.edges.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
         self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float], window: MetricWindow
@@ -291,14 +308,14 @@ class StepDriver:
         alone = edges is None or edges.size == 1
         if not self.has_last_stage:
             assert edges is not None
-            last = edges.size - 1
+            last = self.last_rank
             while not edges.has_message(last, TOPIC_RESULT):
                 yield
             output, calls = edges.receive_message(last, TOPIC_RESULT)
             return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
         if not alone:
             assert edges is not None
-            for rank in range(edges.size - 1):
+            for rank in self._other_ranks():
                 while not edges.has_message(rank, TOPIC_CALLS):
                     yield
                 calls += edges.receive_message(rank, TOPIC_CALLS)
@@ -313,7 +330,7 @@ class StepDriver:
         if not alone:
             assert edges is not None
             message = (tree.map_tensors(_detached_on_host, output), [_to_host(c) for c in merged])
-            for rank in range(edges.size - 1):
+            for rank in self._other_ranks():
                 edges.send_message(rank, TOPIC_RESULT, message)
             edges.finish()
         return StepResult(output=output, calls=merged)

@@ -37,6 +37,7 @@ from lightning_holmes.plan.route import LOCAL, Channel, Network
 from lightning_holmes.plan.schedule import Schedule, make_schedule, max_in_flight
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.simulator import Route, StepCosts
+from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 
 Across = Literal["pipeline", "data"]
 
@@ -283,13 +284,14 @@ class CostModel:
         return Balance(
             seconds=tuple(seconds),
             before_seconds=sum(self.place_seconds(run, 0, model.before)),
-            after_seconds=sum(self.place_seconds(run, ranks - 1, model.after)),
+            after_seconds=sum(self.place_seconds(run, _stage_ranks(run)[-1], model.after)),
             num_chunks=run.num_chunks,
             layer_bytes=layer_bytes,
             before_bytes=before_bytes,
             after_bytes=after_bytes,
             limits=limits,
             forbidden_cuts=model.forbidden_cuts,
+            v_shaped=run.schedule in V_SHAPED,
         )
 
     def step_costs(self, run: RunShape, partition: Partition) -> StepCosts:
@@ -302,7 +304,7 @@ class CostModel:
         static, update, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
-            rank = stage % ranks
+            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
             own = partition.layers_of(stage)
             layers = [model.layers[index] for index in own]
             costs = []
@@ -335,7 +337,7 @@ class CostModel:
             transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
-            rank = stage % ranks
+            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
             parts = max(1, len(partition.layers_of(stage)))
             hidden = forward[stage] if training.overlap_gather else 0.0
             gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
@@ -350,7 +352,7 @@ class CostModel:
             blocking_sends=training.blocking_sends,
             reduce_s=tuple(reduce),
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
-            reduce_cards=tuple(facts.groups[stage % ranks].cards for stage in range(partition.num_stages)),
+            reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),
             overlap_reduce=training.overlap_reduce,
             update_s=tuple(update),
             gather_s=tuple(gather),
@@ -364,7 +366,7 @@ class CostModel:
         model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
         sent: dict[str, Counter[int]] = {}
         for stage in range(partition.num_stages):
-            rank = stage % layout.pipeline
+            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=layout.pipeline)
             own = partition.layers_of(stage)
             devices = self._host[layout.devices_of(rank)]
             group = facts.groups[rank]
@@ -379,7 +381,7 @@ class CostModel:
                     for host in set(devices[:, column].tolist()):
                         here[host] += int(moved)
             if stage < partition.num_stages - 1:
-                following = self._host[layout.devices_of((stage + 1) % layout.pipeline)]
+                following = self._host[layout.devices_of(_stage_ranks(run)[stage + 1])]
                 moved = model.layers[own[-1]].activation_bytes * run.num_microbatches
                 pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
                 for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
@@ -518,6 +520,10 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
     return tuple([each[id(layer)] for layer in layers])
 
 
+def _stage_ranks(run: RunShape) -> tuple[int, ...]:
+    return ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
+
+
 @lru_cache(maxsize=4096)
 def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
     """For each stage, the microbatches it holds when its rank holds the most."""
@@ -542,4 +548,5 @@ def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks
         schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
     )
     # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
-    return tuple(min(num_microbatches, max_in_flight(made)[stage % ranks]) for stage in range(ranks * num_chunks))
+    most = max_in_flight(made)
+    return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))

@@ -19,6 +19,8 @@ from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 EventKind = Literal[
     "forward",
     "backward",
+    "backward_input",
+    "backward_weight",
     "wait_activation",
     "wait_gradient",
     "send_activation",
@@ -30,6 +32,8 @@ EventKind = Literal[
 _SPANS: dict[str, SpanKind] = {
     "forward": "forward",
     "backward": "backward",
+    "backward_input": "backward_input",
+    "backward_weight": "backward_weight",
     "wait_activation": "wait",
     "wait_gradient": "wait",
     "wait": "wait",
@@ -130,11 +134,13 @@ def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
 
 
 def seconds_by_kind(step: RankStep) -> dict[str, float]:
-    """How a rank's step divides: forward, backward, wait, reduce, update and other; they add up to the step."""
+    """How a rank's step divides: forward, backward, wait, reduce, update and other; they add up to the step. The parts of
+    split backwards count as backward."""
     found = dict.fromkeys(("forward", "backward", "wait", "reduce", "update", "other"), 0.0)
     for event in step.events:
         if event.kind in _SPANS:
-            found[_SPANS[event.kind]] += event.end_s - event.start_s
+            kind = "backward" if event.kind.startswith("backward") else _SPANS[event.kind]
+            found[kind] += event.end_s - event.start_s
     found["other"] = step.seconds - sum(found.values())
     return found
 

@@ -20,6 +20,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.stage_ranks import rank_of_stage, stages_of_rank
 
 Axis = Literal["pipeline", "data_parallel", "tensor_parallel"]
 WHOLE_MODULE = "(whole module)"
@@ -92,9 +93,18 @@ class Plan:
         """All ranks."""
         return self.placement.world_size
 
-    def stages_of(self, pipeline_rank: int) -> range:
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, one per chunk."""
-        return range(pipeline_rank, self.num_stages, self.pipeline_parallel_size)
+        return stages_of_rank(
+            self.schedule,
+            pipeline_rank,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            num_chunks=self.num_chunks,
+        )
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return rank_of_stage(self.schedule, stage, pipeline_parallel_size=self.pipeline_parallel_size)
 
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal plan."""

@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.compute_order import SPLITTING
 from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.simulator import StepCosts, simulate
+from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 from lightning_holmes.plan.timeline import Timeline
 
 _SIMULATED = 8  # candidates that are run through the simulator
@@ -276,6 +278,8 @@ def _runs(layout: Layout, samples: int, layers: int, space: SearchSpace) -> Iter
     for name in space.schedules:
         if name == "interleaved_1f1b":
             schedules += [(name, chunks) for chunks in space.num_chunks if chunks > 1]
+        elif name in V_SHAPED:
+            schedules.append((name, 2))
         elif layout.pipeline > 1 or name == space.schedules[0] or len(space.schedules) == 1:
             schedules.append((name, 1))
     for count in counts:
@@ -285,6 +289,8 @@ def _runs(layout: Layout, samples: int, layers: int, space: SearchSpace) -> Iter
             if chunks > 1 and (layout.pipeline == 1 or layout.pipeline * chunks > layers or count < layout.pipeline):
                 continue
             for recomputation in space.recomputation:
+                if recomputation and name in SPLITTING:
+                    continue  # refused by the runner
                 yield RunShape(
                     layout=layout,
                     schedule=name,
@@ -310,7 +316,10 @@ def _deal(cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...]) -> 
     layers = cost_model.model.num_layers
     balance = cost_model.balance(run)
     by_rank = cost_model.speeds(run.layout)
-    speeds = [by_rank[stage % run.layout.pipeline] for stage in range(stages)]
+    speeds = [
+        by_rank[rank_of_stage(run.schedule, stage, pipeline_parallel_size=run.layout.pipeline)]
+        for stage in range(stages)
+    ]
     partition = make_partition(rule, layers, stages, speeds=speeds, balance=balance)
     if rule != "self_adapting" and balance.limits is not None:
         used = balance.memory(partition.layer_counts)
@@ -332,12 +341,16 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
     costs = cost_model.step_costs(run, partition)
     ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
     both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
-    loads = [sum(both[rank::ranks]) for rank in range(ranks)]
+    where = ranks_of_stages(run.schedule, pipeline_parallel_size=ranks, num_chunks=chunks)
+    loads, reductions = [0.0] * ranks, [0.0] * ranks
+    for stage, rank in enumerate(where):
+        loads[rank] += both[stage]
+        reductions[rank] += costs.reduce_s[stage] if costs.reduce_s else 0.0
     cards: Counter[str] = Counter()
     transfers = [0.0] * stages
     for stage in range(stages - 1):
-        source, target = stage % ranks, (stage + 1) % ranks
-        for pair in ((source, target), (target, source)):
+        source, target = where[stage], where[stage + 1]
+        for pair in ((source, target), (target, source)) if source != target else ():
             route = costs.routes[pair]
             seconds = [costs.activation_bytes[stage] * per_byte for _, per_byte in route.hops]
             transfers[stage] += max(seconds) + route.latency_s
@@ -348,9 +361,7 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
     fill = sum(both[:ranks]) - max(both[:ranks]) if chunks == 1 else sum(both) / stages * (ranks - 1)
     fill += sum(transfers[: ranks - 1])
     end = max(
-        (0.0 if costs.overlap_reduce else sum(costs.reduce_s[rank::ranks]))
-        + costs.update_s[rank]
-        + costs.gather_s[rank]
+        (0.0 if costs.overlap_reduce else reductions[rank]) + costs.update_s[rank] + costs.gather_s[rank]
         for rank in range(ranks)
     )
     return run.num_microbatches * slowest + fill + end

@@ -1,7 +1,8 @@
 """Balance: dealing layers to stages so that the slowest rank is as fast as it can be.
 
-The objective, precisely: rank r holds the stages r, r + P, r + 2P, ... (P ranks, num_chunks stages each). Its
-load is the seconds of the layers of its stages, plus before_seconds on rank 0 and after_seconds on rank P - 1.
+The objective, precisely: rank r holds the stages r, r + P, r + 2P, ... (P ranks, num_chunks stages each), or with v_shaped
+the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of its stages, plus before_seconds on the
+rank of the first stage and after_seconds on that of the last.
 Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
 so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
 after_bytes, stay within its limit. No cut lies behind a forbidden layer. Every stage has a layer.
@@ -61,6 +62,7 @@ class Balance:
     after_bytes: float = 0.0
     limits: tuple[float, ...] | None = None
     forbidden_cuts: tuple[int, ...] = ()
+    v_shaped: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.num_chunks, "num_chunks")
@@ -97,6 +99,15 @@ class Balance:
         """Pipeline ranks times chunks."""
         return self.num_ranks * self.num_chunks
 
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        chunk, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self.v_shaped and chunk % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, one a chunk."""
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
     def loads(self, counts: Sequence[int]) -> list[float]:
         """Seconds of each rank under a partition."""
         return self._sums(counts, self.seconds, self.before_seconds, self.after_seconds)
@@ -110,10 +121,12 @@ class Balance:
     def _sums(self, counts: Sequence[int], rows: Sequence[Sequence[float]], before: float, after: float) -> list[float]:
         sums = [0.0] * self.num_ranks
         sums[0] += before
-        sums[-1] += after
+        sums[self.rank_of(self.num_stages - 1)] += after
         first = 0
         for stage, count in enumerate(counts):
-            sums[stage % self.num_ranks] += math.fsum(rows[stage % len(rows)][first : first + count])
+            rank = self.rank_of(stage)
+            row = rows[rank] if rows is self.seconds else rows[stage]
+            sums[rank] += math.fsum(row[first : first + count])
             first += count
         return sums
 
@@ -146,7 +159,7 @@ def solve(balance: Balance) -> Balanced:
 def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
     """(L+1, L+1) seconds of the layers [i, j) on a stage, inf where that stage may not hold them; and bytes."""
     size, last = balance.num_layers, balance.num_stages - 1
-    rank = stage % balance.num_ranks
+    rank = balance.rank_of(stage)
     done = np.concatenate(([0.0], np.cumsum(balance.seconds[rank])))
     seconds = done[None, :] - done[:, None]
     seconds += (balance.before_seconds if stage == 0 else 0.0) + (balance.after_seconds if stage == last else 0.0)
@@ -208,7 +221,7 @@ def _solve_alike(balance: Balance) -> tuple[int, ...] | None:
     each = [row[0] for row in balance.seconds]
     loads = [chunks * seconds for seconds in each]  # every stage has one layer to begin with
     loads[0] += balance.before_seconds
-    loads[-1] += balance.after_seconds
+    loads[balance.rank_of(balance.num_stages - 1)] += balance.after_seconds
     most = [_most_layers(*_chunk_bytes(balance, rank), balance.num_layers) for rank in range(ranks)]
     if any(number < chunks for number in most) or sum(most) < balance.num_layers:
         return None
@@ -222,7 +235,8 @@ def _solve_alike(balance: Balance) -> tuple[int, ...] | None:
             heapq.heappush(queue, (load + each[rank], -rank, rank))
     counts = [0] * balance.num_stages
     for rank in range(ranks):
-        counts[rank::ranks] = _spread(balance, rank, held[rank])
+        for stage, count in zip(balance.stages_of(rank), _spread(balance, rank, held[rank]), strict=True):
+            counts[stage] = count
     return tuple(counts)
 
 
@@ -230,9 +244,10 @@ def _chunk_bytes(balance: Balance, rank: int) -> tuple[list[float], float]:
     """Bytes of one layer in each chunk of a rank, and what its layers may take together."""
     if balance.layer_bytes is None or balance.limits is None:
         return [0.0] * balance.num_chunks, math.inf
-    each = [balance.layer_bytes[stage][0] for stage in range(rank, balance.num_stages, balance.num_ranks)]
-    fixed = (balance.before_bytes if rank == 0 else 0.0) + (
-        balance.after_bytes if rank == balance.num_ranks - 1 else 0.0
+    stages = balance.stages_of(rank)
+    each = [balance.layer_bytes[stage][0] for stage in stages]
+    fixed = (balance.before_bytes if 0 in stages else 0.0) + (
+        balance.after_bytes if balance.num_stages - 1 in stages else 0.0
     )
     return each, balance.limits[rank] * _CLOSE - fixed
 
@@ -339,7 +354,7 @@ def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]
     trail: list[tuple[Array, Array]] = []
     complete = True
     for stage in range(stages):
-        rank = stage % ranks
+        rank = balance.rank_of(stage)
         seconds, taken = _segments(balance, stage)
         if stage == stages - 1:
             states, ends = np.arange(len(cuts)), np.full(len(cuts), size)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 
 from lightning_holmes.plan.layer_cost import check_number
 from lightning_holmes.plan.schedule import Op, Schedule
-from lightning_holmes.plan.timeline import Span, Timeline
+from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class StepCosts:
 
     Attributes:
         forward_s, backward_s: by stage, one microbatch.
+        backward_input_s, backward_weight_s: by stage, the two parts of a split backward; where they are left out, half
+            of backward_s each.
         tensor_forward_s, tensor_backward_s: by stage, the tensor-parallel transfers that are part of these.
         activation_bytes: by stage, its output for one microbatch; its gradient is as large.
         routes: (from rank, to rank). A pair that is missing costs nothing.
@@ -60,6 +62,8 @@ class StepCosts:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...] = ()
+    backward_weight_s: tuple[float, ...] = ()
     tensor_forward_s: tuple[float, ...] = ()
     tensor_backward_s: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
@@ -91,10 +95,12 @@ class StepCosts:
         return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
 
 
-_FORWARD, _BACKWARD, _SEND_ACTIVATION, _SEND_GRADIENT, _REDUCE = range(5)
+_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_ACTIVATION, _SEND_GRADIENT, _REDUCE = range(7)
 _CODES = {
     Op.FORWARD: _FORWARD,
     Op.BACKWARD: _BACKWARD,
+    Op.BACKWARD_INPUT: _BACKWARD_INPUT,
+    Op.BACKWARD_WEIGHT: _BACKWARD_WEIGHT,
     Op.SEND_ACTIVATION: _SEND_ACTIVATION,
     Op.SEND_GRADIENT: _SEND_GRADIENT,
     Op.REDUCE_GRADIENTS: _REDUCE,
@@ -111,6 +117,10 @@ class _Simulation:
         ranks, stages = schedule.pipeline_parallel_size, schedule.num_stages
         assert len(costs.forward_s) == len(costs.backward_s) == stages, (len(costs.forward_s), stages)
         self.schedule, self.costs = schedule, costs
+        half = tuple(seconds / 2 for seconds in costs.backward_s)
+        self.input_s, self.weight_s = costs.backward_input_s or half, costs.backward_weight_s or half
+        assert len(self.input_s) == len(self.weight_s) == stages, (len(self.input_s), len(self.weight_s))
+        self.rank_of = [schedule.rank_of(stage) for stage in range(stages)]
         self.num_ranks, self.num_stages, self.num_microbatches = ranks, stages, schedule.num_microbatches
         self.actions = [
             [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op in _CODES]
@@ -161,13 +171,12 @@ class _Simulation:
     def _go_on(self, rank: int) -> None:
         """Run a rank's actions until it has to wait for a tensor that has not been sent yet."""
         actions, costs, clock = self.actions[rank], self.costs, self.clock[rank]
-        last = self.num_stages - 1
         cursor = self.cursor[rank]
         while cursor < len(actions):
             code, stage, microbatch = actions[cursor]
-            if code <= _BACKWARD:
-                if stage > 0 if code == _FORWARD else stage < last:
-                    key = (code, stage, microbatch)
+            if code <= _BACKWARD_WEIGHT:
+                if self._waits(code, stage):
+                    key = (min(code, _BACKWARD), stage, microbatch)
                     arrival = self.arrived.pop(key, None)
                     if arrival is None:
                         self.waiting[key] = rank
@@ -186,11 +195,18 @@ class _Simulation:
                         self.peak[rank] = max(self.peak[rank], self.held[rank])
                         if self.schedule.forward_only:
                             self.held[rank] -= costs.held_bytes[stage]
-                else:
-                    clock += costs.backward_s[stage]
-                    self.spans[rank].append(Span("backward", start, clock, stage, microbatch))
-                    self.last_backward[stage] = (start, clock)
+                elif code == _BACKWARD_INPUT:
+                    clock += self.input_s[stage]
+                    self.spans[rank].append(Span("backward_input", start, clock, stage, microbatch))
                     if costs.tensor_backward_s:
+                        self.tensor[rank] += costs.tensor_backward_s[stage]
+                else:
+                    split = code == _BACKWARD_WEIGHT
+                    clock += self.weight_s[stage] if split else costs.backward_s[stage]
+                    kind: SpanKind = "backward_weight" if split else "backward"
+                    self.spans[rank].append(Span(kind, start, clock, stage, microbatch))
+                    self.last_backward[stage] = (start, clock)
+                    if costs.tensor_backward_s and not split:
                         self.tensor[rank] += costs.tensor_backward_s[stage]
                     if costs.held_bytes:
                         self.held[rank] -= costs.held_bytes[stage]
@@ -206,11 +222,18 @@ class _Simulation:
             cursor += 1
         self.cursor[rank], self.clock[rank] = cursor, clock
 
+    def _waits(self, code: int, stage: int) -> bool:
+        """Whether a computation needs something from another rank."""
+        if code == _BACKWARD_WEIGHT:
+            return False
+        other = stage - 1 if code == _FORWARD else stage + 1
+        return 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]
+
     def _transfer(self, time: float, code: int, stage: int, microbatch: int, source: int) -> None:
         """Bring a tensor to its rank through the cards on its way, and let that rank go on if it waits."""
         forward = code == _SEND_ACTIVATION
         target = stage + 1 if forward else stage - 1
-        rank = target % self.num_ranks
+        rank = self.rank_of[target]
         route = self.costs.routes.get((source, rank))
         arrival = start = time
         if route is not None:

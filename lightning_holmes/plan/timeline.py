@@ -10,8 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-SpanKind = Literal["forward", "backward", "transfer", "reduce", "update", "gather", "wait", "other"]
-COMPUTE_KINDS = ("forward", "backward", "update", "other")
+SpanKind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "transfer",
+    "reduce",
+    "update",
+    "gather",
+    "wait",
+    "other",
+]
+COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update", "other")
 AXES = ("pipeline", "data_parallel", "tensor_parallel")
 
 

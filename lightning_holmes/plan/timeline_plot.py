@@ -20,6 +20,8 @@ from lightning_holmes.plan.timeline import Timeline
 COLOURS = {
     "forward": "#0072B2",
     "backward": "#009E73",
+    "backward_input": "#2DB892",
+    "backward_weight": "#8FD6C1",
     "transfer": "#E69F00",
     "reduce": "#D55E00",
     "update": "#56B4E9",
@@ -90,7 +92,7 @@ def _draw_one(axis: Any, timeline: Timeline, end: float) -> None:
             height = (rank + 0.22, 0.18) if kind == "transfer" else (rank - 0.4, 0.6)
             bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
             axis.broken_barh(bars, height, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.4)
-            if numbers and kind in ("forward", "backward"):
+            if numbers and kind in ("forward", "backward", "backward_input", "backward_weight"):
                 for span in spans:
                     middle = (span.start_s + span.end_s) / 2
                     if span.end_s - span.start_s > 0.008 * end:
@@ -121,5 +123,6 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
 
     present = {span.kind for timeline in timelines for row in timeline.spans for span in row} | {"idle"}
     names = {"reduce": "gradient reduction", "gather": "parameter gathering", "update": "optimizer"}
+    names |= {"backward_input": "input backward", "backward_weight": "weight backward"}
     names |= {"wait": "waiting", "other": "other work"}
     return [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items() if kind in present]

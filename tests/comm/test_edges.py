@@ -78,3 +78,7 @@ def test_local_edges_match_receives_with_sends_in_order_however_they_are_posted(
 def test_pairs_are_those_between_neighbouring_stages(size: int, chunks: int, expected: Any) -> None:
     pairs = edge_pairs(size, chunks)
     assert len(pairs) == expected if isinstance(expected, int) else pairs == expected
+
+
+def test_a_v_has_no_pair_from_its_last_rank_to_its_first() -> None:
+    assert edge_pairs(3, 2, "zero_bubble_v") == [(0, 1), (1, 0), (1, 2), (2, 1)]

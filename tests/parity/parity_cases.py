@@ -21,12 +21,16 @@ BF16_TRUE = 4e-2
 
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 """Pipeline ranks and replicas."""
+PIPELINES = LAYOUTS[2:]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-REORDERED = ("eager_1f1b",)
-"""Schedules that do what one of SCHEDULES does in another order: every layout and number of microbatches, not every family."""
+REORDERED = ("eager_1f1b", "eager_zero_bubble")
+"""Schedules that do what one of the others does in another order: every layout and number of microbatches, not every family."""
 SYNCS = ("all_reduce", "reduce_scatter", "p2p")
 """What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
+SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_v")
+"""Those that split the backward; refused where a family checkpoints or its first stage is frozen."""
+CHUNKED = ("interleaved_1f1b", "zero_bubble_v")
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
 OPTIMIZERS = ("whole", "sharded")
@@ -46,6 +50,7 @@ class Layout:
     bucket_bytes: int = 2048
     """So small that gradients leave in several buckets."""
     sharded_optimizer: bool = False
+    partition: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,14 @@ def baseline_of(fit: Fit) -> Fit:
     family = FAMILIES[fit.family]
     assert fit.layout is not None
     if family.draws:
-        layout = replace(fit.layout, pipeline_parallel_size=1, schedule="1f1b", num_chunks=1, sharded_optimizer=False)
+        layout = replace(
+            fit.layout,
+            pipeline_parallel_size=1,
+            schedule="1f1b",
+            num_chunks=1,
+            partition=None,
+            sharded_optimizer=False,
+        )
         return replace(fit, layout=layout)
     if family.microbatch_is_batch:
         parts = fit.layout.num_microbatches
@@ -115,7 +127,7 @@ def make_case(
 ) -> tuple[str, Case]:
     """A case and its name."""
     pipeline, replicas = layout
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chunks = 2 if schedule in CHUNKED else 1
     parts = 4 if microbatches == "7in4" else int(microbatches)
     fit = Fit(
         family=family,
@@ -164,8 +176,13 @@ def make_cases() -> dict[str, Case]:
                 # of a family's two layouts with replicas, one or the other divides the optimizer among them
                 sharded = layout[1] > 1 and column == (3, 1)[row % 2]
                 cases.append(make_case(name, layout, schedule, microbatches, sync, sharded=sharded))
+    splittable = [name for name in FAMILIES if can_split(name) and not FAMILIES[name].microbatch_is_batch]
+    for row, name in enumerate(splittable):
+        for column, schedule in enumerate(SPLIT_SCHEDULES):
+            layout = PIPELINES[(row + column + 1) % len(PIPELINES)]
+            cases.append(make_case(name, layout, schedule, MICROBATCHES[(row + 2 * column) % len(MICROBATCHES)]))
     for place, (name, options) in enumerate(OPTIONS):
-        for column, layout in enumerate(((2, 1), (2, 2), (4, 1))):
+        for column, layout in enumerate(PIPELINES):
             schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
             microbatches = MICROBATCHES[(place + place // 4 + column) % len(MICROBATCHES)]
             sharded = layout[1] > 1 and place % 2 == 0
@@ -176,7 +193,30 @@ def make_cases() -> dict[str, Case]:
             cases.append(make_case(name, layout, schedule, microbatches, sharded=layout[1] > 1))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
-    return dict(cases)
+    cases += [make_case(*levels, **options) for *levels, options in SPLIT_OPTIONS]
+    return dict(cases) | make_uneven_cases()
+
+
+def can_split(family: str) -> bool:
+    """Whether schedules that split the backward take a family."""
+    return not family.startswith("checkpoint") and family != "frozen_start"
+
+
+def make_uneven_cases() -> dict[str, Case]:
+    """Chunks of unlike numbers of layers, and numbers of microbatches that are no multiple of the pipeline ranks."""
+    cases = {}
+    for family, schedule, pipeline, parts, layers in (
+        ("gpt_tied", "interleaved_1f1b", 2, 3, (3, 1, 2, 2)),
+        ("dit", "interleaved_1f1b", 4, 5, (1, 2, 1, 1, 1, 3, 1, 1)),
+        ("vit", "zero_bubble_v", 2, 3, (1, 4, 2, 1)),
+    ):
+        layout = Layout(
+            pipeline_parallel_size=pipeline, schedule=schedule, num_chunks=2, num_microbatches=parts, partition=layers
+        )
+        fit = Fit(family=family, num_layers=sum(layers), layout=layout)
+        name = f"{family}-pp{pipeline}-{schedule}-{parts}-{'_'.join(map(str, layers))}"
+        cases[name] = Case(fit=fit, baseline=baseline_of(fit), tolerance=FP32)
+    return cases
 
 
 OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
@@ -190,6 +230,13 @@ OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
     ("gpt2_tied", {"precision": "bf16-mixed"}),
     ("llama_ragged", {"precision": "bf16-true"}),
     ("vit", {"precision": "bf16-true"}),
+)
+SPLIT_OPTIONS: tuple[tuple[str, tuple[int, int], str, str, dict[str, object]], ...] = (
+    ("gpt_tied", (2, 2), "zero_bubble", "4", {"gradient_clip_val": 0.2}),
+    ("gpt2_tied", (2, 1), "zero_bubble_v", "7in4", {"accumulate_grad_batches": 2}),
+    ("dit", (4, 1), "zero_bubble", "7in4", {"accumulate_grad_batches": 2}),
+    ("gpt", (2, 2), "zero_bubble_v", "4", {"precision": "bf16-mixed"}),
+    ("llama_ragged", (2, 1), "zero_bubble", "4", {"precision": "bf16-true"}),
 )
 CASES = make_cases()
 REFUSED_FITS = {

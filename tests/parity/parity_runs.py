@@ -115,11 +115,12 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             eval_num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,  # type: ignore[arg-type]
             num_chunks=layout.num_chunks,
-            partition="uniform",  # the default avoids the cuts that are to be refused here
             gradient_sync=layout.gradient_sync,
             bucket_bytes=layout.bucket_bytes,
             topology=two_clusters(fit.world_size) if layout.gradient_sync == "hierarchical" else "auto",
             sharded_optimizer=layout.sharded_optimizer,
+            # the default avoids the cuts that are to be refused here
+            partition="uniform" if layout.partition is None else list(layout.partition),
         )
     trainer = Trainer(
         accelerator="cpu",

@@ -16,22 +16,22 @@ from lightning_holmes.plan.schedule import (
     Action,
     Op,
     Schedule,
-    format_schedule,
     make_schedule,
     max_in_flight,
-    validate_schedule,
 )
+from lightning_holmes.plan.schedule_check import validate_schedule
+from lightning_holmes.plan.schedule_picture import format_schedule
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SCHEDULE_NAMES))
-    interleaved = name == "interleaved_1f1b"
+    most_chunks = {"interleaved_1f1b": 4, "zero_bubble_v": 2}.get(name, 1)
     return make_schedule(
         name,
-        pipeline_parallel_size=draw(st.integers(2 if interleaved else 1, 6)),
+        pipeline_parallel_size=draw(st.integers(2 if most_chunks > 1 else 1, 6)),
         num_microbatches=draw(st.integers(1, 13)),
-        num_chunks=draw(st.integers(2, 4)) if interleaved else 1,
+        num_chunks=draw(st.integers(2, most_chunks)) if most_chunks > 1 else 1,
         forward_only=draw(st.booleans()),
     )
 
@@ -50,7 +50,7 @@ def test_valid_and_posted_ahead(schedule: Schedule) -> None:
             if action.op in COMPUTE_OPS:
                 num_before += 1
             elif action.op in RECV_OPS:
-                consumer = Op.FORWARD if action.op is Op.RECV_ACTIVATION else Op.BACKWARD
+                consumer = Op.FORWARD if action.op is Op.RECV_ACTIVATION else schedule.gradient_op(action.stage)
                 needed_by = computes.index(Action(consumer, action.stage, action.microbatch))
                 assert num_before < needed_by or needed_by == 0
 
@@ -62,8 +62,8 @@ def test_sends_follow_their_computation_and_reductions_come_last(schedule: Sched
             if action.op is Op.SEND_ACTIVATION:
                 assert before == Action(Op.FORWARD, action.stage, action.microbatch)
             if action.op is Op.SEND_GRADIENT:
-                assert before == Action(Op.BACKWARD, action.stage, action.microbatch)
-        stages = list(range(rank, schedule.num_stages, schedule.pipeline_parallel_size))
+                assert before == Action(schedule.gradient_op(action.stage), action.stage, action.microbatch)
+        stages = schedule.stages_of(rank)
         reductions = [Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH) for stage in reversed(stages)]
         if schedule.forward_only:
             assert not [action for action in actions if action.op is Op.REDUCE_GRADIENTS]
@@ -92,8 +92,23 @@ def test_memory_of_interleaved(num_ranks: int, num_microbatches: int, num_chunks
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
     )
+    group = -(-max(num_microbatches, num_ranks) // max(1, num_microbatches // num_ranks))
+    assert group == num_ranks or num_microbatches % num_ranks
     for rank, peak in enumerate(max_in_flight(schedule)):
-        assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks + 1
+        assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group + 1
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_memory_of_zero_bubble(num_ranks: int, num_microbatches: int) -> None:
+    # arXiv 2401.10241: ZB-H1 holds no more than the first rank of 1F1B, and ZB-V as much in halves of stages
+    sizes = {"pipeline_parallel_size": num_ranks, "num_microbatches": num_microbatches}
+    assert max_in_flight(make_schedule("zero_bubble", **sizes)) == (min(num_ranks, num_microbatches),) * num_ranks
+    assert max_in_flight(make_schedule("eager_zero_bubble", **sizes)) == tuple(
+        min(num_microbatches, 2 * num_ranks - rank - 1) for rank in range(num_ranks)
+    )
+    if num_ranks > 1:
+        peaks = max_in_flight(make_schedule("zero_bubble_v", **sizes, num_chunks=2))
+        assert all(peak <= 2 * num_ranks for peak in peaks)
 
 
 def test_1f1b_by_hand() -> None:
@@ -108,8 +123,8 @@ def test_eager_1f1b_by_hand() -> None:
     """The first stage is two forwards ahead of what the last one sends back, not one."""
     schedule = make_schedule("eager_1f1b", pipeline_parallel_size=2, num_microbatches=4)
     assert written(schedule) == [
-        "F0.0 SA0.0 F0.1 SA0.1 RG0.0 F0.2 SA0.2 B0.0 RG0.1 F0.3 SA0.3 RG0.2 B0.1 RG0.3 B0.2 B0.3 R0",
-        "RA1.0 F1.0 RA1.1 B1.0 SG1.0 F1.1 RA1.2 B1.1 SG1.1 F1.2 RA1.3 B1.2 SG1.2 F1.3 B1.3 SG1.3 R1",
+        "F0.0 SA0.0 RG0.0 F0.1 SA0.1 F0.2 SA0.2 RG0.1 B0.0 RG0.2 F0.3 SA0.3 RG0.3 B0.1 B0.2 B0.3 R0",
+        "RA1.0 RA1.1 F1.0 B1.0 SG1.0 RA1.2 F1.1 B1.1 SG1.1 RA1.3 F1.2 B1.2 SG1.2 F1.3 B1.3 SG1.3 R1",
     ]
 
 
@@ -142,6 +157,33 @@ def test_interleaved_has_megatrons_order() -> None:
     assert computes == [
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ]
+
+
+def test_zero_bubble_by_hand() -> None:
+    schedule = make_schedule("zero_bubble", pipeline_parallel_size=2, num_microbatches=3)
+    assert written(schedule) == [
+        "F0.0 SA0.0 RG0.0 F0.1 SA0.1 B0.0 RG0.1 F0.2 SA0.2 RG0.2 B0.1 B0.2 R0",
+        "RA1.0 F1.0 RA1.1 I1.0 SG1.0 F1.1 I1.1 SG1.1 RA1.2 W1.0 F1.2 I1.2 SG1.2 W1.1 W1.2 R1",
+    ]
+
+
+def test_zero_bubble_has_the_papers_order() -> None:
+    # Qi et al., figure 3, top (ZB-H1), ranks 2 to 4 of 4: B there is I here; the first rank's B and W are one
+    schedule = make_schedule("zero_bubble", pipeline_parallel_size=4, num_microbatches=8)
+    order = [
+        " ".join(f"{a.op.value}{a.microbatch + 1}" for a in row if a.op in COMPUTE_OPS) for row in schedule.actions
+    ]
+    assert order[3].startswith("F1 I1 F2 I2 F3 I3 F4 I4 W1 F5 I5 W2 F6 I6 W3")
+    assert order[1].startswith("F1 F2 F3 I1 F4 I2 W1 F5 I3 W2 F6 I4 W3")
+
+
+def test_a_v_hands_over_within_the_last_rank() -> None:
+    schedule = make_schedule("zero_bubble_v", pipeline_parallel_size=2, num_microbatches=1, num_chunks=2)
+    assert [schedule.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
+    assert written(schedule) == [
+        "RA3.0 F0.0 SA0.0 F3.0 I3.0 SG3.0 RG0.0 W3.0 B0.0 R3 R0",
+        "RA1.0 F1.0 RG2.0 F2.0 SA2.0 I2.0 W2.0 I1.0 SG1.0 W1.0 R2 R1",
     ]
 
 
@@ -180,6 +222,8 @@ def test_cached() -> None:
     ("name", "sizes", "words"),
     [
         ("1f2b", (2, 2, 1), ["'1f2b'", "gpipe, 1f1b, eager_1f1b, interleaved_1f1b"]),
+        ("zero_bubble", (2, 2, 2), ["num_chunks=2", "one chunk per rank"]),
+        ("zero_bubble_v", (2, 2, 3), ["num_chunks=3", "two chunks per rank"]),
         ("auto", (2, 2, 1), ["'auto'"]),
         ("1f1b", (2, 0, 1), ["num_microbatches=0"]),
         ("1f1b", (0, 2, 1), ["pipeline_parallel_size=0"]),
@@ -237,6 +281,22 @@ def test_the_checker_catches_a_deadlock() -> None:
     circle = rewritten(schedule, 0, "F0.0 SA0.0 RG0.0 RG0.1 B0.0 F0.1 SA0.1 B0.1 R0")
     with pytest.raises(ValueError, match=r"deadlock: rank 0 at B0\.0, rank 1 at F1\.1"):
         validate_schedule(circle)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "text", "message"),
+    [
+        ("zero_bubble", 1, "RA1.0 F1.0 RA1.1 W1.0 I1.0 SG1.0 F1.1 I1.1 SG1.1 W1.1 R1", r"W1\.0 stands before I1\.0"),
+        ("zero_bubble", 1, "RA1.0 F1.0 RA1.1 I1.0 SG1.0 F1.1 I1.1 SG1.1 W1.0 R1 W1.1", r"R1 stands before W1\.1"),
+        ("zero_bubble_v", 1, "RA1.0 RG2.0 F2.0 SA2.0 F1.0 I2.0 W2.0 I1.0 SG1.0 W1.0 R2 R1", r"F2\.0 stands before F1"),
+        ("zero_bubble_v", 1, "RA1.0 F1.0 RG2.0 F2.0 SA2.0 I1.0 SG1.0 W1.0 I2.0 W2.0 R2 R1", r"I1\.0 stands before I2"),
+    ],
+)
+def test_the_checker_knows_split_backwards_and_hand_overs(name: str, rank: int, text: str, message: str) -> None:
+    chunks = 2 if name == "zero_bubble_v" else 1
+    schedule = make_schedule(name, pipeline_parallel_size=2, num_microbatches=3 - chunks, num_chunks=chunks)
+    with pytest.raises(ValueError, match=message):
+        validate_schedule(rewritten(schedule, rank, text))
 
 
 def test_actions_print_shortly() -> None:

@@ -24,20 +24,22 @@ def best_of_all(balance: Balance) -> float:
     """The slowest rank of the best partition, by plain loops; inf if none fits."""
     best = math.inf
     ranks, last = balance.num_ranks, balance.num_stages - 1
+    down, up = list(range(ranks)), list(reversed(range(ranks)))
+    where = [*down, *(up if balance.v_shaped else down), *down][: last + 1]
     for counts in every_partition(balance.num_layers, balance.num_stages):
         loads, used, first, allowed = [0.0] * ranks, [0.0] * ranks, 0, True
         for stage, count in enumerate(counts):
             for layer in range(first, first + count):
-                loads[stage % ranks] += balance.seconds[stage % ranks][layer]
+                loads[where[stage]] += balance.seconds[where[stage]][layer]
                 if balance.layer_bytes is not None:
-                    used[stage % ranks] += balance.layer_bytes[stage][layer]
+                    used[where[stage]] += balance.layer_bytes[stage][layer]
             first += count
             if stage == 0:
                 loads[0] += balance.before_seconds
                 used[0] += balance.before_bytes
             if stage == last:
-                loads[-1] += balance.after_seconds
-                used[-1] += balance.after_bytes
+                loads[where[stage]] += balance.after_seconds
+                used[where[stage]] += balance.after_bytes
             elif first - 1 in balance.forbidden_cuts:
                 allowed = False
         if balance.limits is not None:
@@ -66,6 +68,7 @@ def balances(draw: st.DrawFn, *, chunks: int, alike: bool) -> Balance:
     return Balance(
         seconds=seconds,
         num_chunks=chunks,
+        v_shaped=draw(st.booleans()) if chunks > 1 else False,
         before_seconds=float(draw(whole)),
         after_seconds=float(draw(st.integers(0, 30))),
         layer_bytes=layer_bytes,

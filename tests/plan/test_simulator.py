@@ -49,19 +49,49 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forwa
     costs = dataclasses.replace(even, activation_bytes=(1.0, 1.0), routes=routes)
     ends = (microbatches + 1) * 3 * forward + 2 * transfer
     assert run("eager_1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends)
+    split = dataclasses.replace(costs, backward_input_s=(forward,) * 2, backward_weight_s=(forward,) * 2)
+    assert run("eager_zero_bubble", split, microbatches, ranks=2).step_s == pytest.approx(ends - 2 * forward)
     waits = (microbatches - 1) // 2
     assert run("1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends + 2 * waits * transfer)
 
 
-@given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), seconds)
-@settings(max_examples=100, deadline=None)
-def test_bubble_of_interleaved(ranks: int, groups: int, chunks: int, forward: float) -> None:
-    # Megatron-LM (arXiv 2104.04473, 2.2): 1/V of the bubble, for M a multiple of P
-    microbatches = groups * ranks
+@given(st.integers(2, 6), st.integers(0, 20), st.integers(2, 4), seconds)
+@settings(max_examples=150, deadline=None)
+def test_bubble_of_interleaved(ranks: int, more: int, chunks: int, forward: float) -> None:
+    # Megatron-LM (arXiv 2104.04473, 2.2): 1/V of the bubble; there M must be a multiple of P, here be P at least
+    microbatches = ranks + more
     costs = StepCosts.even(ranks * chunks, forward_s=forward, backward_s=2 * forward)
     timeline = run("interleaved_1f1b", costs, microbatches, ranks=ranks, chunks=chunks)
     assert timeline.step_s == pytest.approx((chunks * microbatches + ranks - 1) * 3 * forward)
     assert timeline.bubble_share == pytest.approx((ranks - 1) / (chunks * microbatches + ranks - 1))
+
+
+@given(st.integers(1, 8), st.integers(0, 12), seconds, seconds, seconds)
+@settings(max_examples=150, deadline=None)
+def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, into: float, weight: float) -> None:
+    # Qi et al. (arXiv 2401.10241, table 2): ZB-H1 idles (P-1)(F + B - W) where no part is longer than another fills
+    weight = min(weight, into, forward)
+    microbatches = 2 * ranks - 1 + more
+    costs = StepCosts(
+        forward_s=(forward,) * ranks,
+        backward_s=(into + weight,) * ranks,
+        backward_input_s=(into,) * ranks,
+        backward_weight_s=(weight,) * ranks,
+    )
+    whole = forward + into + weight
+    step_s = run("zero_bubble", costs, microbatches, ranks=ranks).step_s
+    assert step_s == pytest.approx(microbatches * whole + (ranks - 1) * (forward + into - weight))
+    assert step_s < run("1f1b", costs, microbatches, ranks=ranks).step_s or ranks == 1
+
+
+@given(st.integers(2, 8), st.integers(0, 12), seconds)
+@settings(max_examples=100, deadline=None)
+def test_bubble_of_the_v(ranks: int, more: int, forward: float) -> None:
+    # where forward and both parts of the backward take the same time, ranks idle only until their first input comes
+    microbatches = 2 * ranks - 1 + more
+    costs = StepCosts.even(2 * ranks, forward_s=forward, backward_s=2 * forward)
+    timeline = run("zero_bubble_v", costs, microbatches, ranks=ranks, chunks=2)
+    assert timeline.step_s == pytest.approx(6 * microbatches * forward + (ranks - 1) * forward)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data())

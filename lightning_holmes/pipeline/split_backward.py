@@ -1,0 +1,167 @@
+"""A stage's backward over one microbatch in two parts: what the stage before waits for, and what nobody waits for.
+
+    parts = SplitBackward(roots, gradients, received, parameters)
+    parts.input(accumulate)           # received[i].grad; the next stage to the front can go on
+    parts.weight(accumulate)          # accumulate(name, gradient) for each parameter that was reached
+
+The graph is walked once. The nodes that lead to the input are the trunk. A matrix that is read at one place of the trunk
+only is put off: the gradients that arrive at that place are kept, and the second part goes on from there to the
+matrix, as zero-bubble schedules want it (arXiv 2401.10241). All else (parameters read at several places, by roots that
+do not depend on the input, or too small to be worth a second visit) gets its gradient in the first part.
+
+torch.distributed.pipelining has such functions, too. Theirs (torch 2.13) go through a graph twice, and fail, where a
+parameter is read at places that others read as well (a time embedding which conditions every layer); lose what comes by
+roots that do not depend on the input; and detach roots in place, which views refuse.
+
+``torch.autograd.grad`` fires no post-accumulate hooks, so gradients are handed to ``accumulate``.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from lightning_holmes.errors import UnsupportedModuleError
+
+Accumulate = Callable[[str, Tensor], None]
+
+
+class SplitBackward:
+    """The backward from ``roots``, whose gradients are ``gradients``, to the leaves ``received`` and ``parameters``."""
+
+    def __init__(
+        self,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        received: Sequence[Tensor],
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._roots, self._gradients = list(roots), list(gradients)
+        self._received = [tensor for tensor in received if tensor.requires_grad]
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._kept: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._put_off: dict[Node, list[str]] = {}
+
+    def input(self, accumulate: Accumulate) -> None:
+        """Fill the ``grad`` of what was received, and hand over the gradients that are not put off."""
+        if not self._roots:
+            return
+        at_once, self._put_off = _sort(self._roots, self._received, self._parameters)
+        hooks = [node.register_prehook(self._keep(node)) for node in self._put_off]
+        targets = [*self._received, *(self._parameters[name] for name in at_once)]
+        try:
+            found = torch.autograd.grad(
+                self._roots, targets, self._gradients, retain_graph=bool(self._put_off), allow_unused=True
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._roots, self._gradients = [], []  # what of the graph lies behind the places kept can go
+        for tensor, gradient in zip(self._received, found, strict=False):
+            tensor.grad = gradient
+        for name, gradient in zip(at_once, found[len(self._received) :], strict=True):
+            if gradient is not None:
+                accumulate(name, gradient)
+
+    def _keep(self, node: Node) -> Callable[[tuple[Tensor, ...]], None]:
+        def arrived(gradients: tuple[Tensor | None, ...]) -> None:
+            self._kept[node] = gradients
+
+        return arrived
+
+    @property
+    def places(self) -> list[Node]:
+        """The nodes from which :meth:`weight` goes on."""
+        return list(self._put_off)
+
+    def weight(self, accumulate: Accumulate) -> None:
+        """Hand over the gradients that were put off, by the names of their parameters."""
+        put_off, self._put_off = self._put_off, {}
+        for node, names in put_off.items():
+            arrived = [(i, g) for i, g in enumerate(self._kept.pop(node, ())) if g is not None]
+            if not arrived:
+                continue
+            edges = [GradientEdge(node, index) for index, _ in arrived]
+            parameters = [self._parameters[name] for name in names]
+            found = torch.autograd.grad(edges, parameters, [g for _, g in arrived], allow_unused=True)
+            for name, gradient in zip(names, found, strict=True):
+                if gradient is not None:
+                    accumulate(name, gradient)
+
+
+def _sort(
+    roots: Sequence[Tensor], received: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
+) -> tuple[list[str], dict[Node, list[str]]]:
+    """The parameters whose gradients are computed at once, and those that are put off by the node of the trunk where
+    they are read."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    inputs = {id(tensor) for tensor in received}
+    trunk: set[Node] = set()
+    reads: dict[Node, frozenset[str]] = {}  # of nodes off the trunk: the parameters behind them
+    places: dict[str, list[Node]] = defaultdict(list)
+    several: set[str] = set()
+    starts = [root.grad_fn for root in roots if root.grad_fn is not None]
+    for node in _behind_first(starts):
+        following = [f for f, _ in node.next_functions if f is not None]
+        variable = getattr(node, "variable", None)
+        if (variable is not None and id(variable) in inputs) or any(f in trunk for f in following):
+            trunk.add(node)
+            for name in frozenset().union(*(reads.get(f, frozenset()) for f in following)):
+                places[name].append(node)
+        elif variable is not None:
+            reads[node] = frozenset({names[id(variable)]} if id(variable) in names else ())
+        else:
+            reads[node] = frozenset().union(*(reads[f] for f in following))
+    for start in starts:
+        several |= reads.get(start, frozenset())
+    put_off: dict[Node, list[str]] = defaultdict(list)
+    at_once = [name for name in parameters if name in several and name not in places]
+    for name, nodes in places.items():
+        if len(nodes) > 1 or name in several:
+            at_once.append(name)
+        else:
+            put_off[nodes[0]].append(name)
+    for node in [n for n, read in put_off.items() if all(parameters[name].ndim < 2 for name in read)]:
+        at_once += put_off.pop(node)
+    return at_once, dict(put_off)
+
+
+def _behind_first(starts: Sequence[Node]) -> list[Node]:
+    """All nodes of a graph, each behind those that its gradients go on to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [(node, False) for node in starts]
+    while waiting:
+        node, followed = waiting.pop()
+        if followed:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(f, False) for f, _ in node.next_functions if f is not None and f not in seen]
+    return order
+
+
+def check_splittable(stage: int, schedule: str, received: Sequence[Tensor]) -> None:
+    """Refuse to split a stage's backward where there is nothing to hand to the stage before.
+
+    Raises:
+        UnsupportedModuleError: nothing before ``stage`` is trained.
+    """
+    if not any(tensor.requires_grad for tensor in received):
+        raise UnsupportedModuleError(
+            f"schedule={schedule!r} splits the backward of stage {stage} into that of its input and that of its weights, "
+            f"but its input needs no gradient: everything before it is frozen, so there is nothing to split and nothing "
+            f'to win; use schedule="1f1b"'
+        )
+
+
+def checkpointing_refused(schedule: str, place: str) -> UnsupportedModuleError:
+    """The error for activation checkpointing under a split backward."""
+    return UnsupportedModuleError(
+        f"schedule={schedule!r} splits backwards into that of the input and that of the weights, but {place} there is "
+        f"activation checkpointing, which would run its forward again for each part of the backward and each group of "
+        f'weights (about four backwards in one); use schedule="1f1b", or switch checkpointing off'
+    )

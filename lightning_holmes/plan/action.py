@@ -1,0 +1,48 @@
+"""Action: one thing that a pipeline rank does in a step. Plain data; schedule.py says what each means.
+
+str(Action(Op.BACKWARD_INPUT, stage=1, microbatch=3))       # "I1.3"
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+WHOLE_BATCH = -1
+"""The microbatch of an action that belongs to no single microbatch (REDUCE_GRADIENTS)."""
+
+
+class Op(enum.Enum):
+    """The kinds of action; the value is the short form that str(action) uses."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+    REDUCE_GRADIENTS = "R"
+
+
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+SEND_OPS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+RECV_OPS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
+GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
+"""What needs the gradient of a stage's output and gives that of its input."""
+RELEASING_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
+"""What ends a microbatch's work on a stage, so that its activations are let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        suffix = "" if self.microbatch == WHOLE_BATCH else f".{self.microbatch}"
+        return f"{self.op.value}{self.stage}{suffix}"

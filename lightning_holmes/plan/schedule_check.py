@@ -1,0 +1,154 @@
+"""Checking a schedule, and when its computations would start if transfers took no time.
+
+validate_schedule(schedule)         # ValueError, naming the rank and the action, if it could go wrong
+start_slots(schedule)[1][0]         # (1, Action F1.0)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_holmes.plan.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS, WHOLE_BATCH, Action, Op
+from lightning_holmes.plan.schedule import Schedule, receive_of
+
+SLOTS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
+"""How long a computation is drawn."""
+
+
+def validate_schedule(schedule: Schedule) -> None:
+    """Raise ValueError, naming the rank and the action, if the schedule could go wrong.
+
+    Checked: every action is there once, on its rank; receives come before and sends after their computation,
+    a backward after its forward, a weight backward after its input backward, a reduction after all backwards of its
+    stage, and a stage after that of its own rank which hands it something; for each ordered pair of ranks
+    the receives have the order of the sends; and no rank waits for ever.
+    """
+    if len(schedule.actions) != schedule.pipeline_parallel_size:
+        raise ValueError(
+            f"{len(schedule.actions)} lists of actions for {schedule.pipeline_parallel_size} pipeline ranks"
+        )
+    for rank, actions in enumerate(schedule.actions):
+        _check_actions(schedule, rank, actions)
+    sent: dict[tuple[int, int], list[Action]] = {}
+    posted: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.op in SEND_OPS:
+                receive = receive_of(action)
+                sent.setdefault((rank, schedule.rank_of(receive.stage)), []).append(receive)
+            elif action.op in RECV_OPS:
+                step = -1 if action.op is Op.RECV_ACTIVATION else 1
+                posted.setdefault((schedule.rank_of(action.stage + step), rank), []).append(action)
+    for (source, destination), receives in sent.items():
+        for expected, found in zip(receives, posted[source, destination], strict=True):
+            if expected != found:
+                raise ValueError(f"rank {source} to rank {destination}: {found} is posted where {expected} is sent")
+    start_slots(schedule)
+
+
+def _check_actions(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
+    counts = Counter(actions)
+    for action in _expected(schedule, rank):
+        if counts.pop(action, 0) != 1:
+            raise ValueError(f"rank {rank}: {action} must stand once, not {actions.count(action)} times")
+    if counts:
+        raise ValueError(f"rank {rank}: {next(iter(counts))} does not belong here")
+    done: set[Action] = set()
+    for action in actions:
+        for needed in _before(schedule, action):
+            if needed not in done:
+                raise ValueError(f"rank {rank}: {action} stands before {needed}")
+        done.add(action)
+
+
+def _expected(schedule: Schedule, rank: int) -> list[Action]:
+    """Every action that a rank must have."""
+    expected: list[Action] = []
+    for stage in schedule.stages_of(rank):
+        comes, goes = _crosses(schedule, stage - 1), _crosses(schedule, stage)
+        ops = [Op.FORWARD]
+        ops += [Op.RECV_ACTIVATION] if comes else []
+        ops += [Op.SEND_ACTIVATION] if goes else []
+        if not schedule.forward_only:
+            ops += {schedule.gradient_op(stage), schedule.last_op(stage)}
+            ops += [Op.SEND_GRADIENT] if comes else []
+            ops += [Op.RECV_GRADIENT] if goes else []
+            expected.append(Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH))
+        expected += [Action(op, stage, m) for op in ops for m in range(schedule.num_microbatches)]
+    return expected
+
+
+def _crosses(schedule: Schedule, stage: int) -> bool:
+    """Whether what a stage gives the next one goes to another rank."""
+    return 0 <= stage < schedule.num_stages - 1 and schedule.rank_of(stage) != schedule.rank_of(stage + 1)
+
+
+def _before(schedule: Schedule, action: Action) -> list[Action]:
+    """What must stand before an action on its own rank."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.op is Op.FORWARD:
+        if _crosses(schedule, stage - 1):
+            return [Action(Op.RECV_ACTIVATION, stage, microbatch)]
+        return [Action(Op.FORWARD, stage - 1, microbatch)] if stage > 0 else []
+    if action.op in GRADIENT_OPS:
+        needed = [Action(Op.FORWARD, stage, microbatch)]
+        if _crosses(schedule, stage):
+            needed.append(Action(Op.RECV_GRADIENT, stage, microbatch))
+        elif stage < schedule.num_stages - 1:
+            needed.append(Action(schedule.gradient_op(stage + 1), stage + 1, microbatch))
+        return needed
+    if action.op is Op.BACKWARD_WEIGHT:
+        return [Action(Op.BACKWARD_INPUT, stage, microbatch)]
+    if action.op is Op.SEND_ACTIVATION:
+        return [Action(Op.FORWARD, stage, microbatch)]
+    if action.op is Op.SEND_GRADIENT:
+        return [Action(schedule.gradient_op(stage), stage, microbatch)]
+    if action.op is Op.REDUCE_GRADIENTS:
+        return [Action(schedule.last_op(stage), stage, m) for m in range(schedule.num_microbatches)]
+    return []
+
+
+def start_slots(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """For each rank the slot in which each computation starts; transfers take no time.
+
+    Sends and posts do not wait; a computation waits until what it needs was sent. Raises ValueError with the
+    waiting actions if nobody can go on.
+    """
+    slots: list[list[tuple[int, Action]]] = [[] for _ in schedule.actions]
+    clock = [0] * len(schedule.actions)
+    cursor = [0] * len(schedule.actions)
+    arrival: dict[Action, int] = {}  # of the receive actions
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while cursor[rank] < len(actions):
+                action = actions[cursor[rank]]
+                if action.op in COMPUTE_OPS:
+                    receive = _receive_before(schedule, action)
+                    if receive is not None and receive not in arrival:
+                        break
+                    start = max(clock[rank], arrival[receive] if receive is not None else 0)
+                    slots[rank].append((start, action))
+                    clock[rank] = start + SLOTS[action.op]
+                elif action.op in SEND_OPS:
+                    arrival[receive_of(action)] = clock[rank]
+                cursor[rank] += 1
+                moved = True
+    waiting = [
+        f"rank {rank} at {actions[cursor[rank]]}"
+        for rank, actions in enumerate(schedule.actions)
+        if cursor[rank] < len(actions)
+    ]
+    if waiting:
+        raise ValueError(f"deadlock: {', '.join(waiting)} wait for each other")
+    return slots
+
+
+def _receive_before(schedule: Schedule, compute: Action) -> Action | None:
+    """The receive that a computation waits for; none at the two ends of the pipeline and within a rank."""
+    if compute.op is Op.FORWARD and _crosses(schedule, compute.stage - 1):
+        return Action(Op.RECV_ACTIVATION, compute.stage, compute.microbatch)
+    if compute.op in GRADIENT_OPS and _crosses(schedule, compute.stage):
+        return Action(Op.RECV_GRADIENT, compute.stage, compute.microbatch)
+    return None

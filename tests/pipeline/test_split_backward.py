@@ -1,0 +1,197 @@
+"""Split backwards: the same gradients as a whole one, whatever the graph looks like; and what is refused."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lightning_holmes
+from lightning_holmes.errors import AnomalyError
+from lightning_holmes.pipeline.anomaly import naming_parameters
+from lightning_holmes.pipeline.split_backward import SplitBackward
+from lightning_holmes.pipeline.split_meter import SplitMeter
+
+Graph = Callable[[dict[str, nn.Parameter], list[Tensor]], list[Tensor]]
+
+
+def chain(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    hidden = F.layer_norm(x[0] @ p["a"], (4,), p["scale"])
+    return [torch.tanh(hidden) @ p["b"]]
+
+
+def used_twice(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    return [torch.tanh(x[0] @ p["a"]) @ p["a"]]
+
+
+def conditioned(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    """A value of the stage's own that several places read, as a time embedding is; each place has a matrix, too."""
+    condition = torch.tanh(p["scale"] @ p["c"])
+    hidden = x[0] * (1 + condition @ p["a"])
+    return [torch.tanh(hidden * (condition @ p["b"])) @ p["b"]]
+
+
+def beside_the_input(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    """A second output that does not depend on the input, but on parameters that the first one reads, too."""
+    return [torch.tanh(x[0] @ p["a"]) @ p["b"], (p["scale"] @ p["a"]) @ p["c"]]
+
+
+def view(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    return [(x[0] @ p["a"]).transpose(0, 1)]
+
+
+def two_inputs_one_unused(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    return [torch.tanh(x[0]) @ p["a"]]
+
+
+def nothing_of_the_input(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    return [p["scale"] @ p["a"]]
+
+
+@pytest.mark.parametrize(
+    "graph", [chain, used_twice, conditioned, beside_the_input, view, two_inputs_one_unused, nothing_of_the_input]
+)
+def test_gradients_are_those_of_a_whole_backward(graph: Graph) -> None:
+    torch.manual_seed(1)
+    parameters = {name: nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for name in "abc"}
+    parameters["scale"] = nn.Parameter(torch.randn(4, dtype=torch.float64))
+    values = [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
+
+    whole = [value.clone().requires_grad_() for value in values]
+    roots = graph(parameters, whole)
+    gradients = [torch.randn_like(root) for root in roots]
+    torch.autograd.backward(roots, gradients)
+    expected = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+
+    split = [value.clone().requires_grad_() for value in values]
+    found: dict[str, Tensor] = {}
+
+    def accumulate(name: str, gradient: Tensor) -> None:
+        assert name not in found, "each parameter's gradient comes whole"
+        found[name] = gradient.clone()
+
+    parts = SplitBackward(graph(parameters, split), gradients, split, parameters)
+    parts.input(accumulate)
+    for mine, theirs in zip(split, whole, strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    early = set(found)
+    parts.weight(accumulate)
+    assert set(found) == {name for name, gradient in expected.items() if gradient is not None}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+    assert all(parameter.grad is None for parameter in parameters.values())
+    if graph is chain:
+        assert early == {"scale"}, "matrices wait for the second part"
+
+
+class Stack(pl.LightningModule):
+    """Matrices in a row. ``checkpointing``: of each layer, reentrant or not; ``frozen``: the first so many layers."""
+
+    def __init__(self, *, reentrant: bool | None = None, frozen: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.reentrant = reentrant
+        self.layers[:frozen].requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = batch
+        for layer in self.layers:
+            if self.reentrant is None:
+                hidden = torch.tanh(layer(hidden))
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_v"])
+def test_what_a_split_would_break_is_refused_by_name(schedule: str) -> None:
+    torch.manual_seed(1)
+    options = {"num_microbatches": 2, "schedule": schedule, "steps": ["training_step"]}
+    batch = torch.randn(4, 4)
+    assert lightning_holmes.check(Stack(), batch, **options).ok
+    refused = lightning_holmes.check(Stack(frozen=3), batch, **options).refused
+    assert refused is not None and f"{schedule!r} splits the backward of stage 1" in refused and "frozen" in refused
+    refused = lightning_holmes.check(Stack(reentrant=False), batch, **options).refused
+    assert refused is not None and "activation checkpointing" in refused and schedule in refused
+    assert lightning_holmes.check(Stack(reentrant=False), batch, **(options | {"schedule": "1f1b"})).ok
+
+
+def test_the_meter_gives_the_same_gradients_and_the_seconds_of_both_ways() -> None:
+    torch.manual_seed(1)
+    parameters = {name: nn.Parameter(torch.randn(4, 4)) for name in "ab"}
+    inputs = [torch.randn(3, 4) for _ in range(4)]
+    expected = sum(torch.autograd.grad((x @ parameters["a"]).sum(), parameters["a"])[0] for x in inputs)
+
+    def accumulate(name: str, gradient: Tensor) -> None:
+        parameter = parameters[name]
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    meter = SplitMeter(torch.device("cpu"))
+    for value in inputs:
+        received = value.clone().requires_grad_()
+        with meter.timing_forward(1):
+            root = received @ parameters["a"]
+        meter.backward(1, [root], [torch.ones_like(root)], [received], parameters, accumulate)
+        torch.testing.assert_close(received.grad, torch.ones(3, 4) @ parameters["a"].detach().T)
+    torch.testing.assert_close(parameters["a"].grad, expected)
+    cost = meter.costs()[1]
+    assert cost is not None and min(cost.forward_s, cost.backward_s, cost.input_s, cost.weight_s) > 0
+
+    frozen_before = SplitMeter(torch.device("cpu"))
+    with frozen_before.timing_forward(1):
+        root = inputs[0] @ parameters["a"]
+    frozen_before.backward(1, [root], [torch.ones_like(root)], [inputs[0]], parameters, accumulate)
+    assert frozen_before.costs() == {1: None}
+
+
+class FailsFirst(torch.autograd.Function):
+    """The identity, whose backward fails the first time, as that of a compiled function does that is to be kept."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        failing, FailsFirst.armed = FailsFirst.armed, False
+        if failing:
+            raise RuntimeError("donated buffers")
+        return gradient
+
+
+def test_the_meter_goes_on_whole_where_a_split_fails() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    meter = SplitMeter(torch.device("cpu"))
+    for armed in (False, True, False):
+        received = torch.randn(3, 4, requires_grad=True)
+        with meter.timing_forward(1):
+            root = FailsFirst.apply(received) @ weight
+        FailsFirst.armed = armed
+        weight.grad = None
+        meter.backward(1, [root], [torch.ones_like(root)], [received], {"weight": weight}, lambda name, gradient: None)
+        assert weight.grad is not None and received.grad is not None
+    assert meter.costs() == {1: None}
+
+
+def test_an_anomaly_in_the_second_part_names_its_parameter() -> None:
+    module = nn.Linear(3, 3, bias=False)
+    nn.init.zeros_(module.weight)
+    received = torch.ones(2, 3, requires_grad=True)
+    parameters = dict(module.named_parameters())
+    with torch.autograd.set_detect_anomaly(True):
+        root = received @ module.weight.sqrt()
+        parts = SplitBackward([root], [torch.zeros_like(root)], [received], parameters)
+        parts.input(lambda name, gradient: None)
+        with (
+            pytest.raises(AnomalyError, match=r"SqrtBackward0.*stage 1.*the gradients of weight"),
+            naming_parameters(module, parts.places, "stage 1"),
+        ):
+            parts.weight(lambda name, gradient: None)

@@ -1,0 +1,119 @@
+"""What runs on every host of a testbed whose connections or processes fail: a fit that saves, and can go on.
+
+python fault_worker.py FOLDER '{"num_nodes": 2, "timeout_s": 300, "kill_rank": 1}'
+
+Prints a line a step, and writes ``losses.RANK.ATTEMPT``: a step and its loss a line, at once.
+"""
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from training_worker import join_as_torchrun_would
+
+from lightning_holmes import HolmesStrategy
+
+STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
+
+
+class Stack(LightningModule):
+    """Layers alike. ``kill``: this process ends at once, as by a fault of its host, in the midst of step KILLED_AT."""
+
+    def __init__(self, *, kill: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(FEATURES, 1)
+        self.kill, self.calls = kill, 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.calls += self.trainer.global_step == KILLED_AT
+        if self.kill and self.calls == 2:  # the second microbatch
+            os.kill(os.getpid(), signal.SIGKILL)
+        hidden, target = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.mse_loss(self.head(hidden), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        rows = SAVED_EVERY * 8  # an epoch: an ordinary loader begins anew with one
+        data = TensorDataset(
+            torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, 1, generator=generator)
+        )
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        parts, part = kwargs["num_replicas"], kwargs["rank"]
+        return DataLoader(data, batch_size=8 // parts, sampler=range(part, len(data), parts))
+
+
+class Progress(Callback):
+    """Tells the steps and their losses as they are done."""
+
+    def __init__(self, folder: Path | None = None, attempt: str = "0") -> None:
+        self.folder, self.attempt = folder, attempt
+        self.losses: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses[trainer.global_step] = float(outputs["loss"])
+        print(f"step {trainer.global_step} done", flush=True)
+        if self.folder is not None:
+            path = self.folder / f"losses.{trainer.global_rank}.{self.attempt}"
+            with path.open("a") as file:
+                file.write(f"{trainer.global_step} {outputs['loss']:.9g}\n")
+
+
+def train(
+    progress: Progress, *, kill: bool = False, folder: Path | None = None, resume: bool = False, **options: Any
+) -> None:
+    """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
+    seed_everything(3)
+    callbacks: list[Callback] = [progress]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_train_epoch_end=True))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=STEPS // SAVED_EVERY,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )
+    trainer.fit(Stack(kill=kill), ckpt_path="last" if resume else None)
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
+    strategy = HolmesStrategy(
+        pipeline_parallel_size=2, num_microbatches=2, timeout=timedelta(seconds=options.get("timeout_s", 300))
+    )
+    train(
+        Progress(folder, attempt),
+        kill=kill,
+        folder=folder,
+        resume=attempt != "0",
+        strategy=strategy,
+        devices=options.get("devices", 1),
+        num_nodes=options["num_nodes"],
+    )
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        join_as_torchrun_would()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,151 @@
+"""Faults in mid-run: a process that dies, a link that is cut for a while, a link that is cut for good.
+
+No rank hangs beyond the timeout, none ends as if all were well, what is printed names group, transport and peer, and the
+last checkpoint is whole, so that a run which torchrun starts again goes on from it.
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Progress, Stack, train
+
+from lightning_holmes import checkpoint
+from lightning_holmes.checkpoint.loading import load_folder
+from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+
+pytestmark = [
+    pytest.mark.usefixtures("testbed_works"),
+    pytest.mark.xdist_group("testbed_training"),
+    pytest.mark.timeout(280),
+]
+WORKER = Path(__file__).with_name("fault_worker.py")
+TWO_HOSTS = Topology(
+    clusters=tuple(
+        Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(Nic(name="eth0", kind="ethernet"),)),))
+        for name in ("east", "west")
+    )
+)
+
+
+@cache
+def plain() -> dict[int, float]:
+    """Losses of one process, by step."""
+    progress = Progress()
+    train(progress, devices=1)
+    assert sorted(progress.losses) == list(range(1, STEPS + 1))
+    return progress.losses
+
+
+def losses(folder: Path, rank: int, attempt: int = 0) -> dict[int, float]:
+    lines = (folder / f"losses.{rank}.{attempt}").read_text().splitlines()
+    return {int(step): float(loss) for step, loss in map(str.split, lines)}
+
+
+def assert_last_checkpoint_is_whole(folder: Path, at_least: int) -> int:
+    """It can be read, every part of it; gives its step."""
+    path = folder / "checkpoints" / "last.ckpt"
+    state = checkpoint.read_state_dict(path)
+    assert list(state) == list(Stack().state_dict())
+    assert all(bool(torch.isfinite(value).all()) for value in state.values())
+    step: int = load_folder(path, 0, lambda value: [value], weights_only=True)["global_step"]
+    assert step >= at_least and step % SAVED_EVERY == 0
+    return step
+
+
+class Cut:
+    """Cuts a host's Ethernet when a step is told to be done; for ``seconds``, or for good. An ``echo`` of Testbed.run."""
+
+    def __init__(self, bed: Testbed, nic: str, step: int, seconds: float | None = None) -> None:
+        self.bed, self.nic, self.line, self.seconds = bed, nic, f"step {step} done", seconds
+        self.began: float | None = None
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, host: str, line: str) -> None:
+        if line == self.line and self.began is None:
+            self.began = time.monotonic()
+            self.threads.append(threading.Thread(target=self.bed.set_down, args=(self.nic,)))
+            if self.seconds is not None:
+                self.threads.append(threading.Timer(self.seconds, self.bed.set_up, args=(self.nic,)))
+            for thread in self.threads:
+                thread.start()
+
+    def end(self) -> float:
+        """Seconds since the cut began."""
+        assert self.began is not None, f"no rank told {self.line!r}"
+        for thread in self.threads:
+            thread.join()
+        return time.monotonic() - self.began
+
+
+def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
+    given = {key: options.pop(key) for key in ("timeout_s", "kill_rank") if key in options}
+    arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(bed.hosts), **given})]
+    command = [*options.pop("before", [sys.executable]), *arguments]
+    return bed.run(command, grace_s=90, **{"timeout_s": 200, **options})
+
+
+def shown(results: dict[str, HostResult]) -> str:
+    return "\n".join(
+        f"--- {host}: {r.exit_code} after {r.seconds:.0f} s\n{r.output[-2500:]}" for host, r in results.items()
+    )
+
+
+def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(tmp_path: Path) -> None:
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        cut = Cut(bed, "west.eth0", step=4, seconds=5.0)
+        results = run(bed, tmp_path, echo=cut)
+        assert cut.end() >= 5.0
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    for rank in range(2):
+        assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
+
+
+def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
+    timeout_s = 8
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        cut = Cut(bed, "west.eth0", step=5)
+        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut)
+        taken = cut.end()
+    assert all(result.exit_code for result in results.values()), shown(results)
+    assert taken < timeout_s + 15, shown(results)
+    output = "".join(result.output for result in results.values())
+    told = re.search(
+        r"ConnectionLostError: connection lost on rank \d .*in the group (holmes_\S+|of all ranks) \((.*)\): nothing came "
+        r"within the timeout",
+        output,
+    )
+    assert told is not None, shown(results)
+    assert re.search(r"gloo.*rank 0 on (east|west) \(eth0 [\d.]+\), rank 1 on (east|west) \(eth0", told[2]), told[0]
+    assert_last_checkpoint_is_whole(tmp_path, at_least=4)
+
+
+def test_a_killed_process_ends_all_ranks_and_its_neighbours_name_it(tmp_path: Path) -> None:
+    hosts = [Cluster(name=c, hosts=tuple(Host(name=f"{c}{i}", devices=1, nics=()) for i in range(2))) for c in "ab"]
+    with Testbed(Topology(clusters=tuple(hosts)), TestbedOptions()) as bed:
+        results = run(bed, tmp_path, kill_rank=3)
+    codes = [result.exit_code for result in results.values()]
+    assert codes.count(-9) == 1 and all(codes), shown(results)
+    last = max(result.seconds for result in results.values()) - min(result.seconds for result in results.values())
+    assert last < 25, shown(results)
+    output = "".join(result.output for result in results.values())
+    assert re.search(r"ConnectionLostError: connection lost on rank \d .*rank 3 on b1 \(eth0", output), shown(results)
+    assert_last_checkpoint_is_whole(tmp_path, at_least=KILLED_AT)
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint_and_the_losses_go_on(tmp_path: Path) -> None:
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        results = run(bed, tmp_path, kill_rank=1, before=["--max-restarts=1"], processes_per_host=1)
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    for rank in range(2):
+        before, after = losses(tmp_path, rank), losses(tmp_path, rank, attempt=1)
+        assert max(before) == KILLED_AT and min(after) == KILLED_AT + 1 and max(after) == STEPS
+        assert before | after == pytest.approx(plain(), rel=1e-5)
