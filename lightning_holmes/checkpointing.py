@@ -5,7 +5,6 @@ A base of HolmesStrategy; what is done with states and files is lightning_holmes
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,38 +18,36 @@ from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import lightning_hooks, resume
-from lightning_holmes.collectives import ReplicaCollectives
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.joining import JoiningStrategy
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 
 
-class CheckpointingStrategy(ReplicaCollectives):
+class CheckpointingStrategy(JoiningStrategy):
     """Saves and loads for a strategy that sets ``_pipeline``, ``_plan`` and the like.
 
     Args:
         save_distributed_checkpoint: write folders, every rank its part, rather than one file; "auto" for more than
             one process.
         async_checkpoint: copy the state, and write while training goes on.
+        joining: JoiningStrategy's arguments.
     """
 
     _pipeline: PipelineModule | None
     _ended: PipelineModule | None
     _plan: Plan | None
-    _placement: Placement | None
-    _failed: bool
     _parameter_groups: ParameterGroups | None
     _shards: ShardedOptimizer | None
     _base_seed: int
-    _timeout: timedelta | None
-    _explaining: Callable[[], AbstractContextManager[None]]
 
-    def __init__(self, *, save_distributed_checkpoint: bool | Literal["auto"], async_checkpoint: bool) -> None:
-        super().__init__()
+    def __init__(
+        self, *, save_distributed_checkpoint: bool | Literal["auto"], async_checkpoint: bool, **joining: Any
+    ) -> None:
+        super().__init__(**joining)
         self._keeper = checkpoints.CheckpointKeeper(
             distributed=save_distributed_checkpoint, background=async_checkpoint
         )
@@ -70,11 +67,6 @@ class CheckpointingStrategy(ReplicaCollectives):
             tensor_rank=0 if groups is None else groups.tensor_parallel_rank,
             tensor_size=1 if self._plan is None else self._plan.tensor_parallel_size,
         )
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of replicas."""
-        raise NotImplementedError
 
     @property
     def _writes_folders(self) -> bool:

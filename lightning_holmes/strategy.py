@@ -9,51 +9,32 @@ import dataclasses
 import functools
 import gc
 import os
-import sys
-import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_holmes import admission, agreement, checkpoint, sharding
 from lightning_holmes.averaging import WeightAverages
 from lightning_holmes.building import ModuleBuilder
 from lightning_holmes.callbacks import ModuleStateSync
-from lightning_holmes.checkpointing import CheckpointingStrategy
-from lightning_holmes.cluster.hardware import HostInventory, probe_host
-from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.coordinate import publish_coordinate
-from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.lost import describe_loss, is_lost
-from lightning_holmes.comm.mesh import ProcessGroups, release
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.comm.transport import UserSettings
-from lightning_holmes.comm.world import check_port_range, connect_world
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.gradients import GradientOptions, Gradients
-from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.learning import Lesson, learn
 from lightning_holmes.live_plan import LivePlan, PlanRequest, ProfileKind, decide
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
@@ -61,14 +42,10 @@ from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.parameter_groups import ParameterGroups
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
-from lightning_holmes.pipeline.replay import replay
-from lightning_holmes.pipeline.runner import loss_of
-from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.step_clock import StepClock
-from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
+from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.placement import Placement, make_placement
+from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
@@ -77,14 +54,14 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.replica_metrics import ReplicaMetrics
 from lightning_holmes.signals import BatchSignals
 from lightning_holmes.split_trial import SplitTrial
+from lightning_holmes.stepping import SteppingStrategy
 from lightning_holmes.torch_private import default_store
 
-_EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
-
-class HolmesStrategy(CheckpointingStrategy):
+class HolmesStrategy(SteppingStrategy):
     """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
 
     Args:
@@ -178,7 +155,6 @@ class HolmesStrategy(CheckpointingStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         port_range: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, async_checkpoint=async_checkpoint)
         admission.check_arguments(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -191,10 +167,9 @@ class HolmesStrategy(CheckpointingStrategy):
             profile=profile,
             backend=process_group_backend,
         )
-        self._monitor = make_monitor(monitor)
-        self._clock: StepClock | None = None
-        self._topology_argument = topology
-        self._options = PlanOptions(
+        if activation_dtype not in (None, "bf16"):
+            raise ConfigurationError(f'activation_dtype={activation_dtype!r} is unknown; use "bf16" or None')
+        options = PlanOptions(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             num_microbatches=num_microbatches,
@@ -204,10 +179,21 @@ class HolmesStrategy(CheckpointingStrategy):
             partition=partition,
             layers=layers,
         )
-        self._plan_file = plan
-        self._given_plan = None if plan is None else Plan.load(plan)
-        if self._given_plan is not None:
-            self._options = options_of_plan(self._given_plan, self._options, source=str(plan))
+        given_plan = None if plan is None else Plan.load(plan)
+        if given_plan is not None:
+            options = options_of_plan(given_plan, options, source=str(plan))
+        super().__init__(
+            topology=topology,
+            options=options,
+            activation_dtype=None if activation_dtype is None else torch.bfloat16,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            port_range=port_range,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_checkpoint=async_checkpoint,
+        )
+        self._plan_file, self._given_plan = plan, given_plan
+        self._monitor = make_monitor(monitor)
         self._profile: ProfileKind = profile
         self._live: LivePlan | None = None
         self._gradient_options = GradientOptions(
@@ -217,78 +203,23 @@ class HolmesStrategy(CheckpointingStrategy):
             compression=compression,
             powersgd_rank=powersgd_rank,
         )
-        if activation_dtype not in (None, "bf16"):
-            raise ConfigurationError(f'activation_dtype={activation_dtype!r} is unknown; use "bf16" or None')
-        self._activation_dtype = None if activation_dtype is None else torch.bfloat16
         self._sharding_options = sharding.ShardingOptions(
             sharded_optimizer=sharded_optimizer, master_weights=master_weights
         )
         self._shards = None
         self._broadcast_batch = broadcast_batch
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._num_nodes = 1
-        self._port_range = admission.check_port_range(port_range)
-        self._inventory: HostInventory | None = None
-        self._user_settings = UserSettings()
-        self._layout: JobLayout | None = None
-        self._placement: Placement | None = None
-        self._groups: ProcessGroups | None = None
-        self._device_mesh: DeviceMesh | None = None
-        self._watch: FailureWatch | None = None
-        self._failed = False
         self._plan: Plan | None = None
         self._pipeline: PipelineModule | None = None
         self._ended: PipelineModule | None = None
-        self._metrics_before: list[tuple[Any, Any]] = []
-        self._last_step: int | None = None
-        self._driver: StepDriver | None = None
         self._chooses_schedule = schedule == "auto" and plan is None  # a plan file decides it
-        self._trial: SplitTrial | None = None
-        self._state: ModuleState | None = None
-        self._gradients: Gradients | None = None
         self._parameter_groups: ParameterGroups | None = None
         self._signals: BatchSignals | None = None
-        self._accumulating = False
-        self._changed: list[WeightAverages | GradNormExchange | ParameterGroups] = []
+        self._changed: list[WeightAverages | GradNormExchange | ParameterGroups | ReplicaMetrics] = []
         self._builder: ModuleBuilder | None = None
         self._base_seed = 0
         self._splitter = BatchSplitter()
-        self._state_each_batch: frozenset[str] = frozenset()
 
-    # what Lightning asks about the processes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning shall inject distributed samplers and reduce logged values: where there are replicas.
-
-        A pipeline alone reads its data and logs as one process does.
-        """
-        return self.data_parallel_size > 1
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Hosts of the job, as given to the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of tensors' groups; None until chosen."""
-        return self._process_group_backend
+    # what runs where
 
     @property
     def plan(self) -> Plan:
@@ -302,107 +233,7 @@ class HolmesStrategy(CheckpointingStrategy):
         """What a training step was predicted to cost when the plan was made; None where no costs were known."""
         return None if self._live is None else self._live.prediction
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's coordinate among the replicas: what decides which samples it loads."""
-        return 0 if self._groups is None else self._groups.data_parallel_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of replicas."""
-        return 1 if self._placement is None else self._placement.data_parallel_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's rank, as Lightning's strategies do."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # start
-
-    def setup_environment(self) -> None:
-        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
-        # Remains of an earlier run: a forked data worker that collects its groups waits for threads that it has not.
-        gc.collect()
-        super().setup_environment()
-        self.set_world_ranks()
-        self._failed = False
-        if self.world_size > 1:
-            self._connect()
-        with self._explaining():
-            self._lay_out()
-        publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
-
-    def _connect(self) -> None:
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        if backend == "gloo" and self.root_device.type == "cuda":
-            raise ConfigurationError(
-                'process_group_backend="gloo" cannot send tensors between CUDA devices; use "nccl" or leave it out'
-            )
-        self._process_group_backend = backend
-        environment = self.cluster_environment
-        assert environment is not None
-        self._user_settings = UserSettings.read()
-        several_hosts = self.num_nodes > 1
-        if several_hosts:
-            self._inventory = probe_host(master_addr=numeric_address(environment.main_address))
-            if self._port_range is not None:
-                check_port_range(self._port_range)
-        connect_world(
-            environment,
-            backend,
-            interface=None if self._inventory is None else self._inventory.main_interface,
-            several_hosts=several_hosts,
-            user=self._user_settings,
-            timeout=self._timeout,
-        )
-        if self._watch is None:
-            self._watch = FailureWatch(default_store(), self.global_rank, self.world_size)
-
-    def _lay_out(self) -> None:
-        """Topology, placement and process groups: all that does not depend on the module."""
-        if self._layout is None:
-            job = Job(
-                rank=self.global_rank,
-                world_size=self.world_size,
-                num_nodes=self.num_nodes,
-                backend=self._process_group_backend or "gloo",
-                device=self.root_device,
-                timeout=self._timeout,
-                port_range=self._port_range,
-                inventory=self._inventory,
-                user=self._user_settings,
-            )
-            topology = find_topology(self._topology_argument, job)
-            self._check_given_plan(topology)
-            self._layout = lay_out_job(
-                topology,
-                pipeline_parallel_size=self._options.pipeline_parallel_size,
-                tensor_parallel_size=self._options.tensor_parallel_size,
-                num_chunks=self._options.num_chunks,
-                largest_num_chunks=self._options.largest_num_chunks,
-                schedule=self._options.schedule,
-                job=job,
-                facts=self._argument_facts(topology),
-                activation_dtype=self._activation_dtype,
-            )
-            self._placement, self._groups = self._layout.placement, self._layout.groups
-            # not at teardown: metrics and checkpoints use them after a run
-            weakref.finalize(self, release, self._layout.groups.builder.owned).atexit = False
-            if self.world_size > 1:
-                self._device_mesh = build_device_mesh(self._layout, self.root_device.type)
-        if self.lightning_module is not None:
-            self.lightning_module._device_mesh = self._device_mesh
 
     def _check_given_plan(self, topology: Topology, structure: ModuleStructure | None = None) -> None:
         """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
@@ -425,17 +256,6 @@ class HolmesStrategy(CheckpointingStrategy):
             num_layers=None if structure is None else structure.num_layers,
             source=f"the plan in {self._plan_file}",
         )
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; a LightningModule reads it as
-        ``self.device_mesh``.
-
-        Known from ``configure_model`` on, where there is more than one process.
-        """
-        if self._device_mesh is None:
-            raise HolmesError("the device mesh is made when the trainer sets up several processes; ask for it later")
-        return self._device_mesh
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -461,10 +281,35 @@ class HolmesStrategy(CheckpointingStrategy):
             self._setup(trainer)
 
     def _setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._align_ranks(trainer, fitting)
+        self._make_pipeline(trainer, fitting)
+        assert self._pipeline is not None and self._groups is not None and self._plan is not None
+        if fitting:
+            self._make_optimizers(trainer)
+        else:
+            self._pipeline.install()
+            self.setup_precision_plugin()
+        self._driver = StepDriver(
+            self._pipeline,
+            self._groups.edges,
+            schedule=self._plan.schedule,
+            num_chunks=self._plan.num_chunks,
+            device=self.root_device,
+            broadcast_batch=self._broadcast_batch,
+            splitter=self._splitter,
+            tensor_edges=self._groups.tensor_edges,
+        )
+        if fitting and self._plan.pipeline_parallel_size > 1:
+            self._show_whole_module_to_callbacks(trainer)
+            self._trial = SplitTrial(self._plan, self._driver, self.root_device) if self._chooses_schedule else None
+        self._follow_trainer(trainer)
+
+    def _align_ranks(self, trainer: "pl.Trainer", fitting: bool) -> None:
+        """Refuse what cannot be run; the same module, seed and random state on every rank."""
         module = self.lightning_module
         assert module is not None and self.model is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        assert self._placement is not None
+        assert self._placement is not None and self._groups is not None
         is_pipeline = self._placement.pipeline_parallel_size > 1
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
@@ -476,8 +321,6 @@ class HolmesStrategy(CheckpointingStrategy):
         with builder.building():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
-        layout = self._layout
-        assert self._groups is not None and layout is not None
         self._base_seed = self.broadcast(agreement.choose_seed())
         if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
             self._base_seed = self._saved_seed
@@ -486,19 +329,24 @@ class HolmesStrategy(CheckpointingStrategy):
         place = self._placement.coordinate(0)
         agreement.broadcast_module(module, self.world_size, self._groups, place[:2])
         agreement.share_random_state(self._groups)
+
+    def _make_pipeline(self, trainer: "pl.Trainer", fitting: bool) -> None:
+        """Learn how the module runs, plan the run, and keep what this rank holds."""
+        module, layout, builder = self.lightning_module, self._layout, self._builder
+        assert module is not None and layout is not None and builder is not None
+        assert self._placement is not None and self._groups is not None
         samples = self._samples(trainer)
         lesson = self._learn(samples)
-        structure = lesson.structure
         clusters = [cluster.name for cluster, _ in layout.topology.places()]
         notes = self._gradient_options.notes(self._placement, clusters) if fitting else []
-        self._check_given_plan(layout.topology, structure)
+        self._check_given_plan(layout.topology, lesson.structure)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
         self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts, notes=notes)
         self._plan = self._live.plan
         self._pipeline = PipelineModule(
             module,
-            structure,
+            lesson.structure,
             self._plan.partition,
             self._plan.stages_of(self._groups.pipeline_rank),
             self.root_device,
@@ -506,62 +354,59 @@ class HolmesStrategy(CheckpointingStrategy):
         builder.fill(self._pipeline, rank=self.global_rank, overwritten=self._saved_weights is not None)
         self._load_saved_weights()
         self._print_plan()
-        if fitting:
-            self.setup_optimizers(trainer)
-            admission.check_optimizers(self.optimizers)
-            group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
-            separability = None
-            if self.optimizers and sharding.wants_shards(self._sharding_options, self.data_parallel_size):
-                separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
-        if fitting and structure is not None:
+
+    def _make_optimizers(self, trainer: "pl.Trainer") -> None:
+        """The user's optimizers over what this rank holds, and the gradients that they are given."""
+        assert self._pipeline is not None and self._groups is not None and self._plan is not None
+        module = self.lightning_module
+        assert module is not None
+        self.setup_optimizers(trainer)
+        admission.check_optimizers(self.optimizers)
+        group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
+        separability = None
+        if self.optimizers and sharding.wants_shards(self._sharding_options, self.data_parallel_size):
+            separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
+        if self._pipeline.structure is not None:
             self._summarise_whole_module(trainer)
         self._pipeline.install()
-        if fitting:
-            found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            self._parameter_groups = ParameterGroups(
-                self._pipeline, self.optimizers, group_names, found, self._job.all_gather
-            )
-            self._parameter_groups.install()
-            self._changed.append(self._parameter_groups)
-        self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            self._gradients = Gradients(
-                self._pipeline,
-                self._groups,
-                self._plan,
-                self.root_device,
-                scaler=scaler,
-                options=self._gradient_options,
-                board=self._make_board(),
-                flat=self._sharding_options.master_weights,
-            )
-            self._gradients.take_over_clipping(self.precision_plugin)
-            self._shard_optimizer(trainer, separability)
-        self._driver = StepDriver(
-            self._pipeline,
-            self._groups.edges,
-            schedule=self._plan.schedule,
-            num_chunks=self._plan.num_chunks,
-            device=self.root_device,
-            broadcast_batch=self._broadcast_batch,
-            splitter=self._splitter,
-            tensor_edges=self._groups.tensor_edges,
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._parameter_groups = ParameterGroups(
+            self._pipeline, self.optimizers, group_names, callbacks, self._job.all_gather
         )
-        if fitting and is_pipeline:
-            self._show_whole_module_to_callbacks(trainer)
-            self._trial = SplitTrial(self._plan, self._driver, self.root_device) if self._chooses_schedule else None
+        self._parameter_groups.install()
+        self._changed.append(self._parameter_groups)
+        self.setup_precision_plugin()
+        _optimizers_to_device(self.optimizers, self.root_device)
+        self._gradients = Gradients(
+            self._pipeline,
+            self._groups,
+            self._plan,
+            self.root_device,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            options=self._gradient_options,
+            board=self._make_board(),
+            flat=self._sharding_options.master_weights,
+        )
+        self._gradients.take_over_clipping(self.precision_plugin)
+        self._shard_optimizer(trainer, separability)
+
+    def _follow_trainer(self, trainer: "pl.Trainer") -> None:
+        """What keeps metrics, signals, the module's own state and random numbers alike while the run lasts."""
+        assert self._pipeline is not None and self._groups is not None and self.lightning_module is not None
+        module = self.lightning_module
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._state = ModuleState(self._pipeline, self._groups.edges, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
         if self.world_size > 1:
             self._signals = BatchSignals(trainer, self._watch, self._explaining)
             self._signals.install()
+            metrics = ReplicaMetrics(module, self._groups.data_parallel)
+            metrics.install()
+            self._changed.append(metrics)
         if not any(isinstance(c, ModuleStateSync) for c in callbacks):
             callbacks.insert(0, ModuleStateSync())
         if self._monitor is not None and not any(isinstance(c, TimelineMonitor) for c in callbacks):
             callbacks.append(self._monitor)
-        self._same_metrics_everywhere(module)
         agreement.share_random_state(self._groups)
         self._state.watch()
 
@@ -610,10 +455,8 @@ class HolmesStrategy(CheckpointingStrategy):
             changed.install()
             self._changed.append(changed)
 
-    def _argument_facts(self, topology: Topology) -> dict[str, str]:
-        """Versions and arguments: compared before groups are built, which differing ones would make hang."""
-        arguments = {
-            "topology": topology.to_yaml(),
+    def _arguments(self) -> dict[str, Any]:
+        return {
             **dataclasses.asdict(self._options),
             "profile": self._profile,
             **dataclasses.asdict(self._gradient_options),
@@ -624,7 +467,6 @@ class HolmesStrategy(CheckpointingStrategy):
             "save_distributed_checkpoint": self._keeper.distributed,
             "async_checkpoint": self._keeper.background,
         }
-        return agreement.version_facts() | {f"HolmesStrategy({n}=)": repr(v) for n, v in arguments.items()}
 
     def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:
         """One batch of each loader that will be read, by the name of its step; on the device."""
@@ -708,21 +550,6 @@ class HolmesStrategy(CheckpointingStrategy):
         assert self._gradients is not None
         return self._gradients.norm(parameters)
 
-    def _same_metrics_everywhere(self, module: nn.Module) -> None:
-        """Let torchmetrics gather over replicas: within a replica every rank is given the same state."""
-        from torchmetrics import Metric
-
-        if self.world_size == 1 or self._groups is None:
-            return
-        group = self._groups.data_parallel
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                self._metrics_before.append((metric, metric.distributed_available_fn))
-                if group is None:
-                    metric.distributed_available_fn = _never
-                else:
-                    metric.process_group = group
-
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
         try:
@@ -747,239 +574,15 @@ class HolmesStrategy(CheckpointingStrategy):
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_parallel_rank)
         return dataloader
 
-    # steps
-
-    @property
-    def inside_step(self) -> bool:
-        return self._driver is not None and self._driver.inside_step
-
-    def _step_context(self, step_name: str) -> Any:
-        plugin = self.precision_plugin
-        contexts = {
-            "training_step": plugin.train_step_context,
-            "validation_step": plugin.val_step_context,
-            "test_step": plugin.test_step_context,
-            "predict_step": plugin.predict_step_context,
-        }
-        return contexts[step_name]()
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the whole batch, forward and backward, through the pipeline; gradients stay with the strategy."""
-        with self._explaining(self._replicas):
-            return self._training_step(*args, *kwargs.values())
-
-    def _training_step(self, batch: Any, *arguments: Any) -> Any:
-        assert self._gradients is not None and self._driver is not None and self._plan is not None
-        trainer = self._trainer
-        step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if step == self._last_step:
-            raise UnsupportedModuleError(
-                f"{type(trainer.optimizers[0]).__name__} evaluates its closure more than once for a batch, or optimizer_step "
-                f"does: the stages of a pipeline, which know their own gradients only, would part ways; use an optimizer "
-                f"that steps once a batch"
-            )
-        self._last_step = step
-        if self._clock is not None:
-            self._clock.begin_step(step)
-        if self._shards is not None and self._parameter_groups is not None:
-            self._parameter_groups.names_of(self._shards.optimizer)  # of groups added since, before they are divided
-        self._gradients.begin(last=not self._accumulating)
-        result = self._run(
-            "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales
-        )
-        self._gradients.end()
-        if self._trial is not None:
-            self._plan = self._trial.after_batch(self._plan)
-        output = result.output
-        if self.world_size > 1:
-            loss_of(output, "training_step")
-        return output
-
-    def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float]]:
-        assert self._gradients is not None
-        return self._gradients.start_loss_scales(weights, self._trainer.accumulate_grad_batches)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("validation_step", *args, *kwargs.values())
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("test_step", *args, *kwargs.values())
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("predict_step", *args, *kwargs.values())
-
-    def _evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        assert self._plan is not None
-        place = tuple(a for a in arguments if isinstance(a, int))
-        if self._shards is not None:
-            self._shards.finish()  # some of torch's modules run evaluation otherwise while anything watches parameters
-        if self._clock is not None:
-            self._clock.interrupt()
-        with self._explaining():
-            count = self._plan.eval_num_microbatches
-            result = self._run(step_name, batch, arguments, count, (_EVALUATION[step_name], *place), None)
-            if self._ends_loader(step_name, arguments):
-                self.synchronise_module_state()
-            return result.output
-
-    def _run(
-        self,
-        step_name: str,
-        batch: Any,
-        arguments: tuple[Any, ...],
-        num_microbatches: int,
-        place: tuple[int, ...],
-        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None,
-    ) -> StepResult:
-        assert self._driver is not None and self.lightning_module is not None
-        request = StepRequest(
-            step_name=step_name,
-            batch=batch,
-            arguments=arguments,
-            num_microbatches=num_microbatches,
-            seed=derive_seed(self._base_seed, *place),
-            replica=self.data_parallel_rank,
-            context=functools.partial(self._step_context, step_name),
-            loss_scales=loss_scales,
-            listener=self._gradients if loss_scales is not None else None,
-            accumulate=None if self._gradients is None else self._gradients.add,
-            meter=None if self._trial is None else self._trial.meter,
-        )
-        result = self._driver.run(request)
-        if step_name in self._state_each_batch:
-            self.synchronise_module_state()
-        if result.calls:
-            replay(self.lightning_module, result.calls, self.root_device)
-        return result
-
-    def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether this is the last batch of an evaluation loader, behind which Lightning computes metrics."""
-        if step_name == "predict_step":
-            return False
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
-        loop: Any = self._trainer.fit_loop.epoch_loop.val_loop if fitting else self._trainer._active_loop
-        if loop is None or loop.batch_progress.is_last_batch:
-            return True
-        index = arguments[1] if len(arguments) > 1 else 0
-        return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
-
-    def synchronise_module_state(self) -> None:
-        """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
-        if self._state is not None:
-            with self._explaining():
-                self._state.synchronise()
-
-    # gradients
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over the gradients that the pipeline has gathered, reduced unless more batches are to come."""
-        assert self.lightning_module is not None and self._gradients is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._explaining(self._replicas), nullcontext() if self._clock is None else self._clock.noting("reduce"):
-            self._gradients.hand_over(last=not self._accumulating)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self.post_backward(closure_loss)
-        self._gradients.absorb()
-        return closure_loss
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As Lightning does; a monitored run notes the time from the gradients to the end of the optimizer's step."""
-        clock = self._clock
-        if clock is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        behind: list[Any] = []
-
-        def timed_closure() -> Any:
-            result = closure()
-            behind[:] = [clock.mark()]
-            return result
-
-        output = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
-        if behind:
-            clock.add("update", behind[0])
-        return output
-
-    # monitoring
-
-    def start_monitoring(self) -> StepClock:
-        """Note from now on when this rank computes, waits and communicates."""
-        assert self._driver is not None
-        rank = 0 if self._groups is None else self._groups.pipeline_rank
-        self._clock = self._driver.clock = StepClock(self.root_device, rank)
-        return self._clock
-
-    def stop_monitoring(self) -> None:
-        """Note nothing any more."""
-        self._clock = None
-        if self._driver is not None:
-            self._driver.clock = None
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """While gradients accumulate over batches they stay on their rank."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
     # end
-
-    @property
-    def _trainer(self) -> "pl.Trainer":
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @contextmanager
-    def _explaining(self, group: Any = None) -> Generator[None, None, None]:
-        """Replace a broken connection by the failure of the rank that broke it, or name ``group`` (None: all ranks), which
-        is the one used inside where nothing has named another."""
-        try:
-            yield
-        except Exception as exception:
-            cause = exception if self._watch is None else self._watch.explain(exception)
-            if cause is not exception:
-                raise cause from None
-            if isinstance(exception, HolmesError) or not is_lost(exception) or self._groups is None:
-                raise
-            where = f"on rank {self.global_rank} in {self._groups.builder.describe(group)}"
-            raise ConnectionLostError(describe_loss(where, exception)) from exception
-
-    @property
-    def _replicas(self) -> Any:
-        """The group of this rank's replicas, or None."""
-        return None if self._groups is None else self._groups.data_parallel
-
-    def barrier(self, name: str | None = None) -> None:
-        if not self._failed:  # callbacks may still save, but the other ranks do not come any more
-            super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.ends_together:
             return  # no rank has failed, and callbacks may save
-        self._failed = True
         if self._shards is not None:
             self._shards.abandon()
         self._saved_weights = None
-        if isinstance(exception, Exception) and not isinstance(exception, HolmesError):
-            try:
-                with self._explaining():  # what broke in Lightning's own collectives, or a hook's
-                    raise exception
-            except HolmesError as explained:
-                print(f"[rank {self.global_rank}] {type(explained).__name__}: {explained}", file=sys.stderr, flush=True)
-                exception = explained
-            except Exception:
-                pass
-        if self._watch is not None:
-            self._watch.report(exception)
-            self._watch = None
+        self._report(exception)
 
     def teardown(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed."""
@@ -999,9 +602,6 @@ class HolmesStrategy(CheckpointingStrategy):
             if self._gradients is not None:
                 self._ended = self._pipeline
             self._pipeline = None
-        for metric, available in self._metrics_before:
-            metric.process_group, metric.distributed_available_fn = None, available
-        self._metrics_before.clear()
         if self._signals is not None:
             self._signals.uninstall()
             self._signals = None
@@ -1013,16 +613,9 @@ class HolmesStrategy(CheckpointingStrategy):
             self._gradients.close()
             self._gradients = None
         self._driver = self._state = self._builder = self._trial = None
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        self._stop_watching()
         publish_coordinate(None)
         if self.lightning_module is not None and sharded.has_sharded_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
         self._keeper.finish(failed=self._failed, alone=self.world_size == 1)
-
-
-def _never() -> bool:
-    """torchmetrics' ``distributed_available_fn`` where a metric's state is whole on each rank."""
-    return False

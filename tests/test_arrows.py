@@ -34,11 +34,14 @@ BESIDE_STRATEGY = {
     "live_plan",
     "collectives",
     "job_layout",
+    "joining",
     "monitoring",
     "parameter_groups",
+    "replica_metrics",
     "signals",
     "sharding",
     "split_trial",
+    "stepping",
 }
 
 # What each part may import besides itself. The package's own __init__ is called "".
