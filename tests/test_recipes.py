@@ -309,6 +309,8 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "compression": "fp16",
         "powersgd_rank": 2,
         "activation_dtype": "bf16",
+        "sharded_optimizer": True,
+        "master_weights": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],
     }

@@ -119,10 +119,8 @@ def run_masters(payload: Any) -> dict[str, Any]:
     losses: list[float] = []
 
     class Noting(AdamW):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            losses.append(float(loss))
-            return loss
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
 
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
