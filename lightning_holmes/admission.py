@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
-from lightning_holmes.plan.compute_order import SPLITTING
+from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
@@ -83,7 +83,7 @@ def check_arguments(
         raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
-    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", "interleaved_1f1b", *V_SHAPED):
+    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", *INTERLEAVED, *V_SHAPED):
         raise ConfigurationError(
             f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
         )
@@ -98,8 +98,8 @@ def check_arguments(
             f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
             f'schedule="1f1b" or tensor_parallel_size=1'
         )
-    if num_chunks == 1 and schedule == "interleaved_1f1b":
-        raise ConfigurationError('schedule="interleaved_1f1b" needs num_chunks of at least 2, say num_chunks=2')
+    if num_chunks == 1 and schedule in INTERLEAVED:
+        raise ConfigurationError(f'schedule="{schedule}" needs num_chunks of at least 2, say num_chunks=2')
 
 
 def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:

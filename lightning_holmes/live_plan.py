@@ -185,11 +185,8 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: _Costs | st
             layout,
             batch_size=request.lesson.batch_size,
             not_interleaved=_not_interleaved(request, structure),
-            preferred=(
-                "eager_1f1b"  # bears links that are slower than stated
-                if request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1
-                else "1f1b"
-            ),
+            # bears links that are slower than stated
+            prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
             described=costs.described,
         )
     except ConfigurationError:

@@ -129,7 +129,14 @@ def check(
     pipeline_parallel_size: int = 2,
     num_microbatches: int = 2,
     schedule: Literal[
-        "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "eager_zero_bubble", "zero_bubble_v"
+        "1f1b",
+        "eager_1f1b",
+        "gpipe",
+        "interleaved_1f1b",
+        "eager_interleaved_1f1b",
+        "zero_bubble",
+        "eager_zero_bubble",
+        "zero_bubble_v",
     ] = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",

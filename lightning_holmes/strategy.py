@@ -74,7 +74,7 @@ class HolmesStrategy(SteppingStrategy):
             fastest predicted step, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
-        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "zero_bubble" (backwards split into that of the input
+        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble" (backwards split into that of the input
             and that of the weights, which fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
             rank, down the ranks and back up), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
             predicted to be the fastest, without gpipe, and from the third batch on with a split backward if the first two
@@ -130,6 +130,7 @@ class HolmesStrategy(SteppingStrategy):
             "eager_1f1b",
             "gpipe",
             "interleaved_1f1b",
+            "eager_interleaved_1f1b",
             "zero_bubble",
             "eager_zero_bubble",
             "zero_bubble_v",

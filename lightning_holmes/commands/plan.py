@@ -270,7 +270,10 @@ def _space(request: PlanRequest, given: Mapping[str, Any]) -> SearchSpace:
         space["schedules"] = (given["schedule"],)
     if "num_chunks" in given:
         space["num_chunks"] = (given["num_chunks"],)
-        space.setdefault("schedules", ("interleaved_1f1b",) if given["num_chunks"] > 1 else ("1f1b", "gpipe"))
+        space.setdefault(
+            "schedules",
+            ("interleaved_1f1b", "eager_interleaved_1f1b") if given["num_chunks"] > 1 else ("1f1b", "gpipe"),
+        )
     partition = given.get("partition")
     if partition is not None:
         space["partition"] = partition if isinstance(partition, str) else tuple(partition)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
 from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
@@ -71,7 +72,8 @@ def choose_without_costs(
         most = _MICROBATCHES_PER_RANK * size
         count = min(most, batch_size or most)
         notes.append(f"num_microbatches: {count}, four a pipeline rank as far as the batch reaches")
-    schedule = _fixed_schedule(options, chunks) or ("eager_1f1b" if across_clusters else "1f1b")
+    schedule = ("eager_" if across_clusters else "") + ("1f1b" if chunks == 1 else "interleaved_1f1b")
+    schedule = options.schedule if options.schedule != "auto" else schedule
     if options.schedule == "auto" and schedule == "eager_1f1b":
         notes.append(
             "schedule: eager_1f1b, which hides transfers between clusters behind computation and holds the activations "
@@ -93,7 +95,7 @@ def choose_by_costs(
     *,
     batch_size: int,
     not_interleaved: str | None = None,
-    preferred: str = "1f1b",
+    prefers_eager: bool = False,
     described: str = "",
 ) -> Choice:
     """The fastest schedule, number of microbatches and partition by simulation.
@@ -101,13 +103,13 @@ def choose_by_costs(
     Args:
         batch_size: samples in a batch of one replica.
         not_interleaved: why interleaving is not to be chosen, in words; None: it may be.
-        preferred: the schedule that is taken where its prediction is as good as another's.
+        prefers_eager: take a schedule that gives transfers time where its prediction is as good as another's.
         described: how the costs came about, for the notes.
 
     Raises:
         ConfigurationError: the options do not fit the module; no partition avoids the forbidden cuts.
     """
-    size, num_layers = layout.pipeline, cost_model.model.num_layers
+    num_layers = cost_model.model.num_layers
     found: list[tuple[RunShape, Prediction]] = []
     trouble: ConfigurationError | None = None
     notes: list[str] = []
@@ -140,7 +142,7 @@ def choose_by_costs(
         key=lambda entry: (
             math.floor((entry[1].step_s / fastest - 1) / _NEARLY),
             entry[0].num_chunks,
-            entry[0].schedule != preferred,
+            (entry[0].schedule in EAGER) != prefers_eager,
             entry[0].num_microbatches,
         ),
     )
@@ -148,7 +150,7 @@ def choose_by_costs(
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":
         notes.append(_microbatch_note(run, best, found, counted))
-    if options.schedule == "auto" and _fixed_chunks(options, size) in (None, 1):
+    if options.schedule == "auto":
         notes.append(_schedule_note(run, best, found, not_interleaved))
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
     return Choice(
@@ -171,10 +173,10 @@ def _fixed_chunks(options: PlanOptions, size: int) -> int | None:
     return options.chunks_of_counts(size)
 
 
-def _fixed_schedule(options: PlanOptions, chunks: int) -> str | None:
-    if options.schedule != "auto":
-        return options.schedule
-    return "interleaved_1f1b" if chunks > 1 else None
+def _interleaved(name: str, size: int, num_layers: int) -> list[tuple[str, int]]:
+    """With each number of chunks that the layers reach for; with the smallest where they reach for none."""
+    tried = [(name, number) for number in _CHUNKS_TRIED if size * number <= num_layers]
+    return tried or [(name, _CHUNKS_TRIED[0])]
 
 
 def _runs(
@@ -183,19 +185,19 @@ def _runs(
     size = layout.pipeline
     chunks = _fixed_chunks(options, size)
     schedules: list[tuple[str, int]]
-    plain = [("1f1b", 1), ("eager_1f1b", 1)] if size > 1 else [("1f1b", 1)]
-    if chunks is not None:
-        fixed = _fixed_schedule(options, chunks)
-        schedules = plain if fixed is None else [(fixed, chunks)]
-    elif options.schedule == "interleaved_1f1b":
-        schedules = [("interleaved_1f1b", number) for number in _CHUNKS_TRIED if size * number <= num_layers]
-        schedules = schedules or [("interleaved_1f1b", _CHUNKS_TRIED[0])]
-    elif options.schedule != "auto":
-        schedules = [(options.schedule, 1)]
+    if options.schedule != "auto":
+        if chunks is not None:
+            schedules = [(options.schedule, chunks)]
+        elif options.schedule in INTERLEAVED:
+            schedules = _interleaved(options.schedule, size, num_layers)
+        else:
+            schedules = [(options.schedule, 1)]
+    elif chunks is not None and chunks > 1:
+        schedules = [(name, chunks) for name in sorted(INTERLEAVED, reverse=True)]
     else:
-        schedules = list(plain)
-        if may_interleave and size > 1:
-            schedules += [("interleaved_1f1b", number) for number in _CHUNKS_TRIED if size * number <= num_layers]
+        schedules = [("1f1b", 1), ("eager_1f1b", 1)] if size > 1 else [("1f1b", 1)]
+        if may_interleave and size > 1 and chunks is None and 2 * size <= num_layers:
+            schedules += [entry for name in sorted(INTERLEAVED) for entry in _interleaved(name, size, num_layers)]
     counts = (
         microbatch_counts(size, batch_size) if options.num_microbatches == "auto" else (int(options.num_microbatches),)
     )
@@ -292,14 +294,14 @@ def _schedule_note(
 ) -> str:
     fastest: dict[tuple[str, int], float] = {}
     for other, p in found:
-        name = ("interleaved", other.num_chunks) if other.num_chunks > 1 else (other.schedule, 1)
+        name = (other.schedule, other.num_chunks)
         fastest[name] = min(p.step_s, fastest.get(name, math.inf))
     others = [
         f"{name} with {chunks} chunks a rank: {seconds / best.step_s:.2f}x"
         if chunks > 1
         else f"{name}: {seconds / best.step_s:.2f}x"
         for (name, chunks), seconds in fastest.items()
-        if (chunks, name) != (run.num_chunks, run.schedule if run.num_chunks == 1 else "interleaved")
+        if (chunks, name) != (run.num_chunks, run.schedule)
     ]
     chosen = run.schedule + (f" with {run.num_chunks} chunks a rank" if run.num_chunks > 1 else "")
     note = f"schedule: {chosen}" + (f" ({', '.join(others)})" if others else "")

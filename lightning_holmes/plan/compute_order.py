@@ -16,8 +16,10 @@ from lightning_holmes.plan.stage_ranks import stages_of_rank
 
 SPLITTING = frozenset({"zero_bubble", "eager_zero_bubble", "zero_bubble_v"})
 """The schedules whose backwards are split, except for stage 0."""
-EAGER = frozenset({"eager_1f1b", "eager_zero_bubble"})
-"""The schedules whose warm-up is longer, to give transfers time."""
+EAGER = frozenset({"eager_1f1b", "eager_zero_bubble", "eager_interleaved_1f1b"})
+"""The schedules that give transfers time: by a longer warm-up, or larger groups of microbatches."""
+INTERLEAVED = frozenset({"interleaved_1f1b", "eager_interleaved_1f1b"})
+"""The schedules with as many chunks a rank as are asked for, round and round."""
 
 
 def splits_backward(schedule: str, stage: int) -> bool:
@@ -42,7 +44,7 @@ def compute_order(
         return _zero_bubble_v(rank, num_ranks, num_microbatches)
     stages = stages_of_rank(name, rank, pipeline_parallel_size=num_ranks, num_chunks=num_chunks)
     # one chunk: all microbatches are one group
-    groups = [range(num_microbatches)] if num_chunks == 1 else _groups(num_microbatches, num_ranks)
+    groups = [range(num_microbatches)] if num_chunks == 1 else microbatch_groups(name, num_microbatches, num_ranks)
     forwards: list[Action] = []
     backwards: list[Action] = []
     for group in groups:
@@ -64,15 +66,18 @@ def compute_order(
     return [action for action in order if action.microbatch < num_microbatches]
 
 
-def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
+def microbatch_groups(name: str, num_microbatches: int, num_ranks: int) -> list[range]:
     """The groups of microbatches that go through one chunk after another; at least P in each, larger ones first.
+
+    With groups of P a rank needs a chunk's first microbatch back as soon as it has sent the last one of the chunk before,
+    and waits for the transfers. Groups of 2P give them P computations of time.
 
     Megatron's order has groups of P and wants full ones. Groups that are a little larger hold a little more, and keep
     the bubble of full ones for any number of microbatches: a last group filled up with microbatches that do not exist
     costs up to a fifth of the step. Fewer than P are filled up and left out again at the end: an order without
     circles stays one when some microbatches are left out.
     """
-    number = max(1, num_microbatches // num_ranks)
+    number = max(1, num_microbatches // (2 * num_ranks if name in EAGER else num_ranks))
     each, more = divmod(max(num_microbatches, num_ranks), number)
     sizes = [each + (index < more) for index in range(number)]
     return [range(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(number)]

@@ -19,6 +19,7 @@ Not modelled: fragmentation, the workspace of libraries, input pipelines, loggin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ import numpy as np
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_cost import all_reduce_s, shared
+from lightning_holmes.plan.compute_order import INTERLEAVED, microbatch_groups
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_count, check_number
 from lightning_holmes.plan.partition import Partition
@@ -533,16 +535,15 @@ def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks
         return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
     if schedule == "eager_1f1b":
         return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
-    if schedule == "interleaved_1f1b" and num_microbatches % ranks == 0:
-        # the warm-up and one more: groups of P microbatches, each through one chunk after another
+    if schedule in INTERLEAVED and num_microbatches % ranks == 0:
+        # the warm-up and one more: groups of microbatches, each through one chunk after another
+        groups = microbatch_groups(schedule, num_microbatches, ranks)
         stages = [0] * (ranks * num_chunks)
         for rank in range(ranks):
-            left = min(2 * (ranks - rank - 1) + (num_chunks - 1) * ranks + 1, num_microbatches * num_chunks)
-            chunk = 0
-            while left > 0:
-                stages[chunk * ranks + rank] += min(left, ranks)
-                left -= min(left, ranks)
-                chunk = (chunk + 1) % num_chunks
+            left = 2 * (ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + 1
+            for group, chunk in itertools.product(groups, range(num_chunks)):
+                stages[chunk * ranks + rank] += min(max(left, 0), len(group))
+                left -= len(group)
         return tuple(stages)
     made = make_schedule(
         schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks

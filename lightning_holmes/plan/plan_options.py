@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.compute_order import INTERLEAVED
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
 
@@ -34,7 +35,7 @@ class PlanOptions:
         """Chunks a rank for which there must be ways between pipeline ranks; 2 stands for any number above 1."""
         if self.num_chunks != "auto":
             return self.num_chunks
-        return 2 if self.schedule in ("auto", "interleaved_1f1b") else 1
+        return 2 if self.schedule == "auto" or self.schedule in INTERLEAVED else 1
 
     def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
         """The chunks that a list of layer counts means; None where a rule deals the layers."""

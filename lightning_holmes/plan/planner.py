@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.compute_order import SPLITTING
+from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
@@ -45,7 +45,7 @@ class SearchSpace:
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] = (1,)
     across: tuple[Across, ...] = ("pipeline", "data")
-    schedules: tuple[str, ...] = ("1f1b", "eager_1f1b", "interleaved_1f1b", "gpipe")
+    schedules: tuple[str, ...] = ("1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b", "gpipe")
     num_chunks: tuple[int, ...] = (2, 3, 4)
     num_microbatches: tuple[int, ...] | None = None
     recomputation: tuple[bool, ...] = (False, True)
@@ -276,7 +276,7 @@ def _runs(layout: Layout, samples: int, layers: int, space: SearchSpace) -> Iter
     counts = space.num_microbatches or [samples >> power for power in range(7) if samples % (1 << power) == 0]
     schedules: list[tuple[str, int]] = []
     for name in space.schedules:
-        if name == "interleaved_1f1b":
+        if name in INTERLEAVED:
             schedules += [(name, chunks) for chunks in space.num_chunks if chunks > 1]
         elif name in V_SHAPED:
             schedules.append((name, 2))

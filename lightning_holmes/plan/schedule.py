@@ -50,7 +50,7 @@ from lightning_holmes.plan.action import (
     Action,
     Op,
 )
-from lightning_holmes.plan.compute_order import EAGER, compute_order, splits_backward
+from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED, compute_order, splits_backward
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages, stages_of_rank
 
 __all__ = [
@@ -74,11 +74,12 @@ SCHEDULE_NAMES = (
     "1f1b",
     "eager_1f1b",
     "interleaved_1f1b",
+    "eager_interleaved_1f1b",
     "zero_bubble",
     "eager_zero_bubble",
     "zero_bubble_v",
 )
-_CHUNKED = frozenset({"interleaved_1f1b", "zero_bubble_v"})
+_CHUNKED = INTERLEAVED | V_SHAPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +155,9 @@ def make_schedule(
             f"schedule={name!r} runs one chunk per rank, but num_chunks={num_chunks}; "
             'use schedule="interleaved_1f1b" or num_chunks=1'
         )
-    if num_chunks == 1 and name == "interleaved_1f1b":
+    if num_chunks == 1 and name in INTERLEAVED:
         raise ConfigurationError(
-            'schedule="interleaved_1f1b" with num_chunks=1 has nothing to interleave; '
+            f'schedule="{name}" with num_chunks=1 has nothing to interleave; '
             'use num_chunks=2 or more, or schedule="1f1b"'
         )
     if num_chunks != 2 and name in V_SHAPED:

@@ -24,13 +24,13 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 PIPELINES = LAYOUTS[2:]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-REORDERED = ("eager_1f1b", "eager_zero_bubble")
+REORDERED = ("eager_1f1b", "eager_zero_bubble", "eager_interleaved_1f1b")
 """Schedules that do what one of the others does in another order: every layout and number of microbatches, not every family."""
 SYNCS = ("all_reduce", "reduce_scatter", "p2p")
 """What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
 SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_v")
 """Those that split the backward; refused where a family checkpoints or its first stage is frozen."""
-CHUNKED = ("interleaved_1f1b", "zero_bubble_v")
+CHUNKED = ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v")
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
 OPTIMIZERS = ("whole", "sharded")

@@ -99,6 +99,9 @@ def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None
     assert fast.partition.num_stages == 2 * fast.num_chunks
     slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)
     assert slow.num_chunks == 1
+    more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)
+    hidden = choose_by_costs(more, costs(bandwidth=6e5), LAYOUT, batch_size=16)
+    assert hidden.schedule == "eager_interleaved_1f1b", hidden.notes
     refused = choose_by_costs(options, costs(), LAYOUT, batch_size=16, not_interleaved="it does not allow them")
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
     few = choose_by_costs(options, costs(layers=3), LAYOUT, batch_size=16)
@@ -111,7 +114,7 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
     fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
     assert fast.schedule == "1f1b", "as fast, and holds less"
-    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, preferred="eager_1f1b")
+    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, prefers_eager=True)
     assert wary.schedule == "eager_1f1b"
     blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")

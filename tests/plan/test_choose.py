@@ -64,7 +64,7 @@ def test_stages_in_different_clusters_are_scheduled_eagerly_and_the_note_says_wh
     assert plan.schedule == "eager_1f1b"
     assert any("up to 3 microbatches where 1f1b holds 2" in note for note in plan.notes)
     assert plan_of(2, 4, schedule="auto").schedule == "1f1b"
-    assert plan_of(2, 4, topology=apart, schedule="auto", num_chunks=2).schedule == "interleaved_1f1b"
+    assert plan_of(2, 4, topology=apart, schedule="auto", num_chunks=2).schedule == "eager_interleaved_1f1b"
     assert plan_of(2, 4, topology=apart, schedule="1f1b").schedule == "1f1b"
 
 

@@ -26,7 +26,7 @@ from lightning_holmes.plan.schedule_picture import format_schedule
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SCHEDULE_NAMES))
-    most_chunks = {"interleaved_1f1b": 4, "zero_bubble_v": 2}.get(name, 1)
+    most_chunks = {"interleaved_1f1b": 4, "eager_interleaved_1f1b": 4, "zero_bubble_v": 2}.get(name, 1)
     return make_schedule(
         name,
         pipeline_parallel_size=draw(st.integers(2 if most_chunks > 1 else 1, 6)),
@@ -95,6 +95,15 @@ def test_memory_of_interleaved(num_ranks: int, num_microbatches: int, num_chunks
     group = -(-max(num_microbatches, num_ranks) // max(1, num_microbatches // num_ranks))
     assert group == num_ranks or num_microbatches % num_ranks
     for rank, peak in enumerate(max_in_flight(schedule)):
+        assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group + 1
+
+
+@given(st.integers(2, 6), st.integers(1, 30), st.integers(2, 4))
+def test_memory_of_eager_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    sizes = {"pipeline_parallel_size": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    group = -(-max(num_microbatches, num_ranks) // max(1, num_microbatches // (2 * num_ranks)))
+    assert num_microbatches < 2 * num_ranks or 2 * num_ranks <= group < 4 * num_ranks
+    for rank, peak in enumerate(max_in_flight(make_schedule("eager_interleaved_1f1b", **sizes))):
         assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group + 1
 
 

@@ -55,13 +55,32 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forwa
     assert run("1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends + 2 * waits * transfer)
 
 
+@given(st.integers(0, 20), st.integers(2, 4), seconds, st.floats(0.0, 1.0))
+@settings(max_examples=100, deadline=None)
+def test_eager_interleaving_hides_transfers_that_interleaving_waits_for(
+    more: int, chunks: int, forward: float, part: float
+) -> None:
+    """Two ranks, by hand: with groups of four a transfer no longer than a chunk's forward is paid at the two ends only."""
+    microbatches, transfer = 4 + more, part * forward
+    routes = {(a, b): Route(0.0, ((f"card {a}", transfer),)) for a, b in ((0, 1), (1, 0))}
+    even = StepCosts.even(2 * chunks, forward_s=forward, backward_s=2 * forward)
+    costs = dataclasses.replace(even, activation_bytes=(1.0,) * 2 * chunks, routes=routes)
+    ends = (chunks * microbatches + 1) * 3 * forward + 2 * transfer
+    eager = run("eager_interleaved_1f1b", costs, microbatches, ranks=2, chunks=chunks)
+    assert eager.step_s == pytest.approx(ends)
+    waits = run("interleaved_1f1b", costs, microbatches, ranks=2, chunks=chunks).step_s - ends
+    if microbatches % 2 == 0:  # groups of two; uneven numbers make larger ones
+        assert waits >= (microbatches // 2 - 1) * transfer - 1e-9
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "eager_interleaved_1f1b"])
 @given(st.integers(2, 6), st.integers(0, 20), st.integers(2, 4), seconds)
-@settings(max_examples=150, deadline=None)
-def test_bubble_of_interleaved(ranks: int, more: int, chunks: int, forward: float) -> None:
+@settings(max_examples=100, deadline=None)
+def test_bubble_of_interleaved(name: str, ranks: int, more: int, chunks: int, forward: float) -> None:
     # Megatron-LM (arXiv 2104.04473, 2.2): 1/V of the bubble; there M must be a multiple of P, here be P at least
     microbatches = ranks + more
     costs = StepCosts.even(ranks * chunks, forward_s=forward, backward_s=2 * forward)
-    timeline = run("interleaved_1f1b", costs, microbatches, ranks=ranks, chunks=chunks)
+    timeline = run(name, costs, microbatches, ranks=ranks, chunks=chunks)
     assert timeline.step_s == pytest.approx((chunks * microbatches + ranks - 1) * 3 * forward)
     assert timeline.bubble_share == pytest.approx((ranks - 1) / (chunks * microbatches + ranks - 1))
 
