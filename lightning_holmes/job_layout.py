@@ -36,7 +36,8 @@ from lightning_holmes.torch_private import default_store
 class Job:
     """This process's place in its job, and what it talks by.
 
-    ``inventory``: of this host; None where all ranks are on one host.
+    ``inventory``: of this host; None where all ranks are on one host. ``measures_links``: at the start, where nobody has done
+    it within a day.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Job:
     port_range: tuple[int, int] | None
     inventory: HostInventory | None
     user: UserSettings
+    measures_links: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +81,13 @@ def find_topology(argument: str | Topology, job: Job) -> Topology:
         given = Topology.from_yaml(argument)
     if job.inventory is None:
         return given or Topology.single_cluster(job.num_nodes, max(1, job.world_size // job.num_nodes))
-    # speeds are not needed to lay out groups; `lightning-holmes topology` measures them, and predictions use what it found
     return discover_topology(
         default_store(),
         job.rank,
         job.world_size,
         local=job.inventory,
         given=given,
-        options=ProbeOptions(measure=False, recall=True, port_range=job.port_range),
+        options=ProbeOptions(measure=job.measures_links, recall=True, port_range=job.port_range),
         timeout_s=120.0 if job.timeout is None else min(120.0, job.timeout.total_seconds()),
     )
 

@@ -187,6 +187,8 @@ class JoiningStrategy(ReplicaCollectives):
                 port_range=self._port_range,
                 inventory=self._inventory,
                 user=self._user_settings,
+                # groups are laid out without speeds; what is chosen by predicted cost needs them
+                measures_links=self._options.leaves_open and self._options.pipeline_parallel_size != 1,
             )
             topology = find_topology(self._topology_argument, job)
             self._check_given_plan(topology)

@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -240,6 +241,7 @@ class Testbed:
             own = {
                 "HOLMES_HOST_NAME": host.name,
                 "HOLMES_SYSFS_ROOT": str(self.sysfs_root(host.name)),
+                "HOLMES_CACHE_DIR": str(self._cache),  # speeds of this bed, not of another that looks alike
                 "NODE_RANK": str(rank),
                 "NUM_NODES": str(len(nodes)),
                 "MASTER_ADDR": nodes[0].ethernet.address,
@@ -354,6 +356,7 @@ class Testbed:
         network.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
         network.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
         self._note(rates={**self._state.rates, name: bandwidth_bytes_per_s})
+        shutil.rmtree(self._cache, ignore_errors=True)  # the speeds that a run has measured
         self._write_port(host, nic)
 
     def set_down(self, name: str) -> None:
@@ -383,6 +386,10 @@ class Testbed:
     def _note(self, **changes: Any) -> None:
         self._state = dataclasses.replace(self._state, **changes)
         state.write_state(self._state)
+
+    @property
+    def _cache(self) -> Path:
+        return state.bed_folder(self.options.prefix, self.bed_id) / "cache"
 
     @property
     def _hosts_file(self) -> Path:
