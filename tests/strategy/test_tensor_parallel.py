@@ -38,11 +38,12 @@ class Baseline:
             assert found["norms"] == pytest.approx(self.norms[skip:], rel=REL)
             same = [other for other in ranks if other["coordinate"][1] == found["coordinate"][1]]
             assert all(other["losses"] == found["losses"] for other in same)
+            same = [other for other in ranks if other["coordinate"][1:] == found["coordinate"][1:]]  # all stages
+            assert set().union(*(other["weights"] for other in same)) == set(self.weights)
             self.has_weights(found["weights"])
 
     def has_weights(self, weights: dict[str, Any]) -> None:
-        """Compare whole parameters."""
-        assert weights.keys() == self.weights.keys()
+        """Compare whole parameters: all of them, or those of a stage of a module that is never brought together."""
         for name, weight in weights.items():
             assert type(weight) is torch.Tensor, name
             torch.testing.assert_close(weight, self.weights[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -68,6 +69,7 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     ranks = launch(4, "tensor_parallel_cases:run_all", [{"devices": 4, **case} for case in cases], timeout_s=150)
     found = [[of_rank[index] for of_rank in ranks] for index in range(len(cases))]
     baseline.is_met_by(found[0])
+    assert all(f["weights"].keys() == baseline.weights.keys() for f in found[0]), "built in __init__: whole at the end"
     assert found[0][0]["axes"] == ("pipeline", "data_parallel", "tensor_parallel")
     assert sorted(f["coordinate"] for f in found[0]) == [(p, 0, t) for p in (0, 1) for t in (0, 1)]
     assert found[0][0]["grid"] == ((0, 1), (2, 3)) and found[1][0]["grid"] == ((0, 1, 2, 3),)
@@ -102,6 +104,7 @@ def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
     found = [[of_rank[index] for of_rank in ranks] for index in range(len(cases))]
     alone = Baseline(HolmesStrategy(), style="gpt")
     alone.is_met_by(found[0])
+    assert all(len(f["weights"]) < len(alone.weights) for f in found[0]), "a stage has all weights"
     Baseline(style="tied").is_met_by(found[1])
     alone.is_met_by(found[2], skip=STEPS)
 
