@@ -1,5 +1,6 @@
 """A checkpoint of HFCausalLM as the folder that Hugging Face's from_pretrained reads: config.json and safetensors.
 
+LoRACausalLM's adapters are added to the weights beside which they stand, so that nobody needs peft to read the result.
 Tensors are written one at a time. A safetensors file is the length of a header, the header (JSON: name, type, shape
 and place of each tensor), and the tensors' bytes (https://huggingface.co/docs/safetensors).
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.adapters import with_adapters_added
 from lightning_holmes.checkpoint.converting import Item, Source, compacted, weights
 from lightning_holmes.errors import CheckpointError, ConfigurationError
 
@@ -53,10 +55,10 @@ def write_pretrained(source: Source, target: Path, *, max_shard_bytes: int = MAX
     """Write ``target``, a folder for from_pretrained.
 
     Raises:
-        CheckpointError: the checkpoint is not one of HFCausalLM.
+        CheckpointError: the checkpoint is not one of HFCausalLM or LoRACausalLM.
         ConfigurationError: transformers is not installed.
     """
-    tensors = _named_as_in_transformers(source)
+    tensors = with_adapters_added(_named_as_in_transformers(source), source.rest.get("hyper_parameters", {}))
     shards = _split(tensors, max_shard_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic.writing(target) as folder:
@@ -130,6 +132,7 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
     """config.json, from what HFCausalLM was built from."""
     given = source.rest.get("hyper_parameters", {})
     config, pretrained = given.get("config"), given.get("pretrained")
+    dtype = next((i.dtype for i in tensors.values() if i.dtype is not None and i.dtype.is_floating_point), None)
     if isinstance(config, dict):
         try:
             import transformers
@@ -141,9 +144,7 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
         made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         made.architectures = [names[made.model_type]] if made.model_type in names else None
-        made.dtype = next(
-            (i.dtype for i in tensors.values() if i.dtype is not None and i.dtype.is_floating_point), None
-        )
+        made.dtype = dtype
         made.save_pretrained(folder)
         return
     if pretrained is None:
@@ -157,6 +158,11 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
             f"the model came from the folder {pretrained!r}, and there is no {origin / 'config.json'} now, which the "
             f"export needs: put the folder back (looked in {Path.cwd()})"
         )
-    for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
+    described = json.loads((origin / "config.json").read_text(encoding="utf-8"))
+    # from_pretrained rounds the weights to this type: the folder's may be smaller than the one that was trained in
+    described.pop("torch_dtype", None)  # the older name
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    for name in ("generation_config.json", *_TOKENIZER_FILES):
         if (origin / name).is_file():
             shutil.copy(origin / name, folder / name)

@@ -22,6 +22,7 @@ Shapes: B samples, S positions, V vocabulary.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -306,7 +307,15 @@ def _read_config(folder: str) -> Any:
 
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
+    transformers = _import_transformers()
+    from safetensors import SafetensorError
+
     try:
-        return _import_transformers().AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError) as error:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise ConfigurationError(
+            f"pretrained={folder!r}: its .bin file is damaged, or holds more than tensors, which could run code. "
+            "Give a folder with safetensors."
+        ) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_holmes.checkpoint import CheckpointKeeper, Job, load_module_state
@@ -91,7 +92,12 @@ def files_of(folder: Path) -> list[str]:
 
 def test_the_folder_is_what_it_should_be(folder: Path) -> None:
     assert files_of(folder) == [".metadata", "__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"]
-    assert set(read_all(folder)) == set(build().state_dict())
+    whole = read_all(folder)
+    assert set(whole) == set(build().state_dict())
+    # torch reads it, too, by its own index
+    theirs = {f"state_dict.{name}": torch.zeros_like(value) for name, value in whole.items()}
+    dcp.load(theirs, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(theirs[f"state_dict.{name}"], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"])

@@ -1,5 +1,8 @@
 """HFCausalLM: configs, folders, the exact token mean, and that it trains in plain Lightning."""
 
+import json
+import pickle
+import shutil
 import subprocess
 import sys
 
@@ -125,6 +128,58 @@ def test_trains_and_reloads_in_plain_lightning(tmp_path):
 def test_bad_input_is_named(kwargs, match):
     with pytest.raises(ConfigurationError, match=match):
         HFCausalLM(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", "pickle"),
+        ("config.json", "code"),
+        ("generation_config.json", "pickle"),
+        ("model.safetensors", "pickle"),
+        ("model.safetensors", "cut off"),
+        ("model.safetensors", "another model's"),
+        ("model.safetensors.index.json", "pickle"),
+        ("pytorch_model.bin", "pickle"),
+        ("pytorch_model.bin", "torch"),
+    ],
+)
+def test_a_pretrained_folder_runs_no_code_and_what_is_wrong_is_named(tmp_path, name, kind):
+    torch.manual_seed(0)
+    folder, witness = tmp_path / "base", tmp_path / "witness"
+    HFCausalLM(config=LLAMA).model.save_pretrained(folder)
+    path = folder / name
+    if name not in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / "model.safetensors").unlink()
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Payload(witness)))
+    elif kind == "torch":
+        torch.save({"model.norm.weight": Payload(witness)}, path)
+    elif kind == "code":
+        (folder / "own.py").write_text(f"open({str(witness)!r}, 'w')\n")
+        settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    elif kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        HFCausalLM(config=dict(LLAMA, hidden_size=32)).model.save_pretrained(tmp_path / "other")
+        shutil.copy(tmp_path / "other" / name, path)
+    if name == "generation_config.json":  # transformers goes on without it
+        HFCausalLM(pretrained=str(folder)).configure_model()
+    else:
+        with pytest.raises(ConfigurationError, match=f"pretrained='{folder}'"):
+            HFCausalLM(pretrained=str(folder)).configure_model()
+    assert not witness.exists()
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, witness):
+        self.witness = witness
+
+    def __reduce__(self):
+        return (type(self.witness).touch, (self.witness,))
 
 
 def test_a_router_loss_is_refused():

@@ -1,0 +1,84 @@
+"""LoRA adapters added to the weights beside which they stand: W + (alpha / rank) B A (arXiv 2106.09685, section 4.1).
+
+Owns what LoRACausalLM's names mean (they are peft's) and the sum, a weight at a time; hf_export writes the result.
+
+    tensors = with_adapters_added(tensors, {"pretrained": "models/llama", "rank": 8, "alpha": 16.0})
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.checkpoint.converting import Item
+from lightning_holmes.errors import CheckpointError, ConfigurationError
+
+_BASE = ".base_layer."
+_ADAPTER = ".lora_"
+
+
+def with_adapters_added(tensors: dict[str, Item], hyper_parameters: Mapping[str, Any]) -> dict[str, Item]:
+    """The model's tensors named as without adapters, each with its adapter added when it is read; ``tensors`` itself
+    where there are none.
+
+    Raises:
+        CheckpointError: an adapter is of a kind that is not known here.
+        ConfigurationError: transformers is not installed.
+    """
+    if not any(_ADAPTER in name for name in tensors):
+        return tensors
+    scale = float(hyper_parameters["alpha"]) / int(hyper_parameters["rank"])
+    transposed = _transposed(str(hyper_parameters["pretrained"]))
+    added: dict[str, Item] = {}
+    used: set[str] = set()
+    for name, item in tensors.items():
+        if _ADAPTER in name:
+            continue
+        module, base, kind = name.partition(_BASE)
+        names = [f"{module}.lora_{part}.default.{kind}" for part in "AB"]
+        if base and all(n in tensors for n in names):
+            down, up = (tensors[n] for n in names)
+            used.update(names)
+            read = _adding(item, down, up, scale, transposed=module in transposed)
+            item = dataclasses.replace(item, place=("with its adapter", name), read=read)
+        added[name.replace(_BASE, ".")] = item
+    unknown = [name for name in tensors if _ADAPTER in name and name not in used]
+    if unknown:
+        raise CheckpointError(
+            f"{unknown[0]} is no adapter of a matrix, and adding it to the weights is not supported: export the adapters "
+            "instead, by LoRACausalLM.save_adapter"
+        )
+    return added
+
+
+def _adding(item: Item, down: Item, up: Item, scale: float, *, transposed: bool) -> Callable[[], Any]:
+    def read() -> Tensor:
+        weight: Tensor = item.read()
+        change = scale * (up.read().float() @ down.read().float())  # (outputs, inputs), fp32
+        weight = (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+        return weight
+
+    return read
+
+
+def _transposed(folder: str) -> set[str]:
+    """The modules whose weights are stored as (inputs, outputs): GPT-2's Conv1D."""
+    try:
+        import transformers
+        from transformers.pytorch_utils import Conv1D
+    except ImportError as error:
+        raise ConfigurationError(
+            "exporting safetensors needs transformers, which is not installed: pip install lightning-holmes[hf]"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            made_by: Any = transformers.AutoModelForCausalLM
+            model = made_by.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the model came from the folder {folder!r}, which the export needs and cannot read now: {error}"
+        ) from error
+    return {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
