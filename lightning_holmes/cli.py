@@ -33,11 +33,12 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
-from lightning_holmes.checkpoint import read_state_dict
+from lightning_holmes.checkpoint import load_whole_state, read_state_dict
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
@@ -170,7 +171,7 @@ class HolmesCLI(LightningCLI):
             path = Path(options["ckpt_path"])
             if not path.exists():
                 raise ConfigurationError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder.")
-            self.model.load_state_dict(read_state_dict(path, weights_only=options["weights_only"] is not False))
+            load_whole_state(self.model, read_state_dict(path, weights_only=options["weights_only"] is not False))
         shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
         print(f"check: one batch, one process, {shown}")
         from lightning_holmes import check  # not needed, and so not loaded, by the other commands
@@ -256,23 +257,29 @@ def main(args: Sequence[str] | None = None) -> None:
                 "prog": "lightning-holmes",
                 "version": version("lightning-holmes"),
                 "description": "Train LightningModules as a pipeline across clusters.",
+                # else all options stand before what is wrong, and before the list of them
+                **{
+                    name: {"usage": f"lightning-holmes {name} --config CONFIG [options]"}
+                    for name in HolmesCLI.subcommands()
+                },
             },
             auto_configure_optimizers=False,
             args=None if args is None else given,
         )
     except Exception as error:
-        ours = find_holmes_error(error)
-        if ours is None:
+        shown = find_users_error(error)
+        if shown is None:
             raise
         rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID")
         prefix = f"[rank {rank}] " if rank not in (None, "0") else ""
-        print(f"{prefix}lightning-holmes: {type(ours).__name__}: {ours}", file=sys.stderr)
+        print(f"{prefix}lightning-holmes: {type(shown).__name__}: {shown}", file=sys.stderr)
         sys.exit(2)
 
 
-def find_holmes_error(error: BaseException | None) -> HolmesError | None:
-    """The error of ours that this one is or was raised from: jsonargparse wraps what a constructor raises."""
-    while error is not None and not isinstance(error, HolmesError):
+def find_users_error(error: BaseException | None) -> BaseException | None:
+    """The error of ours, or of Lightning in what its Trainer was given, that this one is or was raised from: jsonargparse
+    wraps what a constructor raises."""
+    while error is not None and not isinstance(error, HolmesError | MisconfigurationException):
         error = error.__cause__
     return error
 

@@ -32,6 +32,10 @@ class CheckpointError(HolmesError, RuntimeError):
     """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for. The message names the path."""
+
+
 class AnomalyError(HolmesError, RuntimeError):
     """A backward gave NaN under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
 

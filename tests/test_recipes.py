@@ -242,6 +242,21 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     assert len(events.Scalars("train_loss")) == 3
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert "|pipeline rank|" in texts["plan/text_summary"] and "hidden_size: 16" in texts["config/text_summary"]
+    # the other commands on what it saved
+    (saved,) = (tmp_path / "lightning_logs/version_0/checkpoints").glob("*.ckpt")
+    for command, shown in (("validate", "val_loss"), ("test", "test_loss"), ("predict", ""), ("check", "exact")):
+        written = tmp_path / f"{command}.yaml"
+        options = [*SMALL, *ALONE, "--trainer.logger=false", "--trainer.callbacks=null", f"--ckpt_path={saved}"]
+        options += [
+            "--trainer.limit_val_batches=2",
+            "--trainer.limit_test_batches=2",
+            "--trainer.limit_predict_batches=2",
+        ]
+        code, out, err = run(capsys, command, "--config", config_of("gpt_tiny"), *options, "--print_config")
+        assert code == 0, err
+        written.write_text(out)
+        code, out, err = run(capsys, command, "--config", str(written))
+        assert code == 0 and shown in out, err
 
 
 @pytest.mark.parametrize("key", [None, "0123456789" * 4])

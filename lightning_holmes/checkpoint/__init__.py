@@ -15,7 +15,7 @@ from lightning_holmes.checkpoint.plain import (
     parameter_group_names,
     whole_on_host,
 )
-from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state
+from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state, load_whole_state
 
 __all__ = [
     "CheckpointKeeper",
@@ -25,6 +25,7 @@ __all__ = [
     "keep_local_parameters",
     "load_module_state",
     "load_optimizer_state",
+    "load_whole_state",
     "module_part",
     "module_state_dict",
     "optimizer_part",

@@ -28,7 +28,7 @@ from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, share_of
 from lightning_holmes.checkpoint.saving import TOPICS, FolderSave
 from lightning_holmes.checkpoint.staging import Staging, Writer
-from lightning_holmes.errors import CheckpointError, ConfigurationError
+from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_holmes.torch_private import default_store
 
 _TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
@@ -257,7 +257,7 @@ class CheckpointKeeper:
 
         Raises:
             CheckpointError: it is damaged or torn.
-            FileNotFoundError: there is none.
+            CheckpointNotFoundError: there is none.
         """
         self._writer.wait()
         name = job.broadcast(os.fspath(path))
@@ -271,7 +271,7 @@ class CheckpointKeeper:
             return load_folder(path, job.rank, job.all_gather, weights_only=restricted)
         if "" in kinds:
             if not any(kinds):
-                raise FileNotFoundError(f"Checkpoint file not found: {path}")
+                raise CheckpointNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder")
             raise CheckpointError(
                 f"the checkpoint {path} is one file, which ranks {[r for r, k in enumerate(kinds) if k]} see and ranks "
                 f"{[r for r, k in enumerate(kinds) if not k]} do not: copy it to their hosts"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
@@ -21,8 +21,7 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
     """Load what this rank's stages need of ``saved``, the whole module's state; all ranks must call.
 
     Raises:
-        CheckpointError: it is another model's: the names differ and ``strict`` is set.
-        RuntimeError: as in torch, where shapes differ.
+        CheckpointError: it is another model's: shapes differ, or names, and ``strict`` is set.
     """
     module = pipeline.module
     first_names = {id(p): n for n, p in module.named_parameters()}
@@ -44,10 +43,33 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
     for key, value in part.items():
         if key in expected and isinstance(value, Tensor) and value.shape == expected[key].shape:
             part[key] = sharded.share_of(value, expected[key])
-    result = module.load_state_dict(part, strict=False)
-    missing = [key for key in result.missing_keys if key not in elsewhere]
-    if strict and (missing or result.unexpected_keys):
-        raise CheckpointError(_another_model(type(module).__name__, missing, result.unexpected_keys))
+    missing, unexpected = _load(module, part)
+    missing = [key for key in missing if key not in elsewhere]
+    if strict and (missing or unexpected):
+        raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
+
+
+def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Load the whole module's state, in one process without a trainer.
+
+    Raises:
+        CheckpointError: it is another model's.
+    """
+    missing, unexpected = _load(module, saved)
+    if missing or unexpected:
+        raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
+
+
+def _load(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The names that ``saved`` lacks, and those that the module lacks."""
+    try:
+        missing, unexpected = module.load_state_dict(saved, strict=False)
+    except RuntimeError as error:  # torch lists all that differ in shape, a line each
+        differences = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
+        text = f"the checkpoint is of another model than this {type(module).__name__}: "
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointError(text + ("; ".join(differences[:_SHOWN]) or str(error)) + more) from error
+    return missing, unexpected
 
 
 def load_optimizer_state(

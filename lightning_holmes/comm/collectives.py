@@ -13,7 +13,7 @@ Shapes: n elements, a multiple of the number of members.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from torch import Tensor
 from lightning_holmes.comm.compression import Compressor
 
 COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
+
+# torch 2.13 gave them these names, and warns of the old ones
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class ReduceScatter:
     def scatter(self, tensor: Tensor) -> None:
         part = _part(tensor, self.group)
         summed = torch.empty_like(part)
-        dist.reduce_scatter_tensor(summed, tensor, group=self.group)
+        _reduce_scatter(summed, tensor, group=self.group)
         part.copy_(summed)
 
     def gather(self, tensor: Tensor) -> None:
@@ -189,4 +193,4 @@ def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _native_gather(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_gather_into_tensor(tensor, _part(tensor, group).clone(), group=group)
+    _all_gather(tensor, _part(tensor, group).clone(), group=group)

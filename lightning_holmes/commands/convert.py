@@ -1,7 +1,7 @@
 """lightning-holmes convert IN OUT: a checkpoint in another format, a tensor at a time.
 
 A folder becomes one plain Lightning file, a file a folder; ``--format safetensors`` writes what Hugging Face's
-from_pretrained reads, for HFCausalLM.
+from_pretrained reads, for HFCausalLM and LoRACausalLM (adapters are added to the weights).
 """
 
 import argparse

@@ -33,9 +33,10 @@ class SavedDataset(LightningDataModule):
     """The samples of a folder that `datasets`' `save_to_disk` wrote, shuffled by `seed` and the epoch.
 
     The folder holds one data set, of which `val_fraction`, drawn by `seed`, are kept for validation; or several, of
-    which "train" is trained on and "validation" (or "valid", "val", "test") validated on. Samples are the token lists
-    of the column `column`; or texts, if `tokenizer` names a folder. Samples are cut to `sequence_length`; "labels"
-    of the data set, if it has them, are used.
+    which "train" is trained on and "validation" (or "valid", "val", "test") validated on. `trainer.test` and
+    `trainer.predict` read "test", or else what is validated on. Samples are the token lists of the column `column`; or
+    texts, if `tokenizer` names a folder. Samples are cut to `sequence_length`; "labels" of the data set, if it has
+    them, are used.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SavedDataset(LightningDataModule):
         self.seed = seed
         self._train: Any = None
         self._val: Any = None
+        self._test: Any = None
         self._collator: Collator | None = None
         self._loader: CountingLoader | None = None
         self._resumed: dict[str, Any] | None = None
@@ -84,11 +86,12 @@ class SavedDataset(LightningDataModule):
             if "train" not in found:
                 raise ConfigurationError(f"path={self.path!r} has the splits {', '.join(found)}, but no split 'train'.")
             train, val = found["train"], next((found[name] for name in _VALIDATION if name in found), None)
+            test = found.get("test", val)
         else:
             num_val = max(1, int(len(found) * self.val_fraction)) if self.val_fraction > 0.0 else 0
             order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.seed))
             val = found.select(order[:num_val].sort().values.tolist()) if num_val else None
-            train = found.select(order[num_val:].sort().values.tolist())
+            train, test = found.select(order[num_val:].sort().values.tolist()), val
         if self.column not in train.column_names:
             raise ConfigurationError(
                 f"path={self.path!r} has the columns {', '.join(train.column_names)}, but not column={self.column!r}. Give the "
@@ -105,7 +108,7 @@ class SavedDataset(LightningDataModule):
             sequence_length=self.sequence_length,
             pad_token_id=self.pad_token_id,
         )
-        self._train, self._val = train, val
+        self._train, self._val, self._test = train, val, test
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self._train is not None, "setup() comes first"
@@ -124,6 +127,16 @@ class SavedDataset(LightningDataModule):
         if self._val is None or len(self._val) == 0:
             return []  # Lightning's way to say: no validation
         return DataLoader(self._val, **self._options())
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        if self._test is None or len(self._test) == 0:
+            raise ConfigurationError(
+                f"path={self.path!r} has no samples to test or predict on: give it a split 'test', or a larger val_fraction."
+            )
+        return DataLoader(self._test, **self._options())
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.test_dataloader()
 
     def _options(self) -> dict[str, Any]:
         return {

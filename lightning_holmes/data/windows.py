@@ -58,6 +58,7 @@ class WindowDataModule(LightningDataModule):
     The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
     every process. Training windows are shuffled by `seed` and the epoch, and dealt to the replicas; the loader's
     state counts samples, so that a checkpoint in mid-epoch is resumed there, with any number of replicas.
+    `trainer.test` and `trainer.predict` read the validation windows, too.
     """
 
     def __init__(
@@ -171,6 +172,17 @@ class WindowDataModule(LightningDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        loader = self.val_dataloader()
+        if isinstance(loader, list):
+            raise ConfigurationError(
+                f"val_fraction={self.val_fraction} keeps nothing of {self.describe_source()} to test or predict on: give more."
+            )
+        return loader
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.test_dataloader()
 
 
 def check_labels(module: Any, *, shifted: bool) -> None:

@@ -224,6 +224,12 @@ def test_flipped_bits_of_a_files_tensors_are_noticed(file: Path) -> None:
             open_source(file)
 
 
+def test_no_checkpoint_is_one_message_and_still_pythons_own_error(tmp_path: Path) -> None:
+    for kind in (CheckpointError, FileNotFoundError):
+        with pytest.raises(kind, match=r"ckpt_path='.*none\.ckpt'"):
+            read_all(tmp_path / "none.ckpt")
+
+
 def test_another_models_checkpoint_names_what_differs(folder: Path, file: Path) -> None:
     other = nn.Sequential(nn.Linear(20, 30), *(nn.Linear(3, 3) for _ in range(8)))
     pipeline = PipelineModule(other, None, Partition((1,)), (0,), torch.device("cpu"))
@@ -233,5 +239,5 @@ def test_another_models_checkpoint_names_what_differs(folder: Path, file: Path) 
             load_module_state(pipeline, {**dict(state), "extra": torch.ones(1)}, strict=True)
         text = str(raised.value)
         assert "it lacks 2.weight, 2.bias, 3.weight" in text and "and 4 more" in text and "extra" in text
-        with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        with pytest.raises(CheckpointError, match=r"another model than this Sequential: size mismatch for 1\.weight"):
             load_module_state(pipeline, state, strict=False)

@@ -30,6 +30,8 @@ def test_windows_cover_the_bytes_and_labels_are_shifted(tmp_path):
         assert item["input_ids"].tolist() == list(range(16 * i, 16 * i + 16))
         assert item["labels"].tolist() == list(range(16 * i + 1, 16 * i + 17))
     assert data.val_dataloader() == []
+    with pytest.raises(ConfigurationError, match="val_fraction=0"):
+        data.test_dataloader()
 
 
 def test_split_is_disjoint_complete_and_reproducible(tmp_path):

@@ -36,6 +36,8 @@ def test_it_goes_on_in_mid_epoch(folder):
         data = SavedDataset(str(folder / "one"), batch_size=4, val_fraction=0.0)
         data.setup()
         assert data.val_dataloader() == []
+        with pytest.raises(ConfigurationError, match="no samples to test"):
+            data.predict_dataloader()
         return data
 
     data = fresh()
@@ -52,7 +54,8 @@ def test_texts_and_splits(folder, tokenizer_folder):  # noqa: F811
     import datasets
 
     one = datasets.load_from_disk(str(folder / "one"))
-    datasets.DatasetDict({"train": one, "validation": one.select(range(4))}).save_to_disk(folder / "splits")
+    splits = {"train": one, "validation": one.select(range(4)), "test": one.select(range(6))}
+    datasets.DatasetDict(splits).save_to_disk(folder / "splits")
     data = SavedDataset(str(folder / "splits"), tokenizer=str(tokenizer_folder), batch_size=2)
     data.setup()
     batch = next(iter(data.train_dataloader()))
@@ -60,6 +63,7 @@ def test_texts_and_splits(folder, tokenizer_folder):  # noqa: F811
 
     assert AutoTokenizer.from_pretrained(tokenizer_folder).decode(batch["input_ids"][0]) == "the quick fox<end>"
     assert len(data.val_dataloader()) == 2
+    assert len(data.test_dataloader()) == len(data.predict_dataloader()) == 3
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from strategy_cases import Classifier, Setting, build, differences, outcome, samples, weights
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_holmes import HolmesStrategy
 
@@ -158,6 +159,27 @@ def case_averages(setting: Setting) -> Any:
         trainer.fit(third, *loaders, ckpt_path=keep.last_model_path)
         found[f"{name}_resumed"] = weights(third)
     return found
+
+
+class OwnAverage(pl.Callback):
+    """An average as people write it with torch alone, which trains on unaveraged and ends with the averaged weights."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.average.update_parameters(pl_module)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for own, averaged in zip(pl_module.parameters(), self.average.module.parameters(), strict=True):
+            own.copy_(averaged)
+
+
+def case_torchs_average(setting: Setting) -> Any:
+    module = build()
+    setting.trainer(max_epochs=2, callbacks=[OwnAverage()]).fit(module, setting.loader(samples()))
+    return weights(module)
 
 
 class Stop(pl.Callback):
