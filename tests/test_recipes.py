@@ -229,7 +229,9 @@ ALONE = ["--trainer.devices=1", "--trainer.strategy.init_args.topology=auto", "-
 def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     pytest.importorskip("tensorboard")
     logger = ["--trainer.logger=TensorBoardLogger", f"--trainer.logger.init_args.save_dir={tmp_path}"]
-    options = [*SMALL, *SHORT, *ALONE, *logger, "--trainer.logger.init_args.version=0"]
+    save = [f"--trainer.callbacks.{option}" for option in (f"dirpath={tmp_path}", "filename=saved", "save_last=link")]
+    save = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=3", *save]
+    options = [*SMALL, *SHORT, *ALONE, *save, *logger, "--trainer.logger.init_args.version=0"]
     code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
     assert code == 0, err
     (tmp_path / "printed.yaml").write_text(out)
@@ -243,7 +245,7 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert "|pipeline rank|" in texts["plan/text_summary"] and "hidden_size: 16" in texts["config/text_summary"]
     # the other commands on what it saved
-    (saved,) = (tmp_path / "lightning_logs/version_0/checkpoints").glob("*.ckpt")
+    saved = tmp_path / "last.ckpt"
     for command, shown in (("validate", "val_loss"), ("test", "test_loss"), ("predict", ""), ("check", "exact")):
         written = tmp_path / f"{command}.yaml"
         options = [*SMALL, *ALONE, "--trainer.logger=false", "--trainer.callbacks=null", f"--ckpt_path={saved}"]
