@@ -38,7 +38,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
-from lightning_holmes.checkpoint import load_whole_state, read_state_dict
+from lightning_holmes.checkpoint import lightning_hooks, load_whole_state, read_state_dict
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
@@ -135,6 +135,10 @@ class HolmesCLI(LightningCLI):
         super()._add_subcommands(parser, **kwargs)
         for name, (_, text) in COMMANDS.items():  # main runs them; here for --help and for completion
             parser._subcommands_action.add_subcommand(name, ArgumentParser(description=text), help=text)
+
+    def _parse_ckpt_path(self) -> None:
+        """What is built is what the configuration says. Lightning would put the hyper-parameters of a checkpoint, if it is
+        a file, over what stands there or on the command line: a learning rate given for going on would be ignored."""
 
     def instantiate_classes(self) -> None:
         if self.subcommand == PLAN:
@@ -245,6 +249,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` default to the process's."""
     given = list(args) if args is not None else sys.argv[1:]
     set_parsing_settings(add_print_completion_argument=True)
+    lightning_hooks.install()  # for runs by other strategies that are given one of our folders
     try:
         if given and given[0] in COMMANDS:
             run_command(given[0], given[1:])

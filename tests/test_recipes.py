@@ -18,6 +18,7 @@ from test_cli import run
 
 from lightning_holmes import HolmesStrategy, loggers
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.convert import main as convert
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
@@ -259,6 +260,13 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
         written.write_text(out)
         code, out, err = run(capsys, command, "--config", str(written))
         assert code == 0 and shown in out, err
+    # the configuration counts, and not what the checkpoint was made with
+    code, _, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), "--model.init_args.hidden_size=32")
+    assert code == 2 and "another model than this GPT: size mismatch" in err
+    convert([str(saved), str(tmp_path / "folder.ckpt")])
+    plain = ["--trainer.strategy=auto", f"--ckpt_path={tmp_path / 'folder.ckpt'}"]
+    code, _, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), *plain)
+    assert code == 2 and f"lightning-holmes convert {tmp_path / 'folder.ckpt'}" in err
 
 
 @pytest.mark.parametrize("key", [None, "0123456789" * 4])

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, missing_files
 from lightning_holmes.checkpoint.restricted import is_cut_off
+from lightning_holmes.errors import CheckpointFolderError
 
 _INSTALLED = "_lightning_holmes"
 
@@ -101,7 +102,7 @@ def _explaining(load: Any) -> Any:
     def load_file(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(path_or_url, (str, os.PathLike)) and is_folder(path_or_url):
             path = os.fspath(path_or_url)
-            raise IsADirectoryError(
+            raise CheckpointFolderError(
                 f"{path} is a checkpoint folder of lightning_holmes, which holds one part for each rank. Make one "
                 f"ordinary file of it: lightning-holmes convert {path} {path.rstrip('/').removesuffix('.ckpt')}-plain.ckpt"
             )
