@@ -114,9 +114,11 @@ class HolmesTrainer(Trainer):
 
 
 class RecordedConfig(SaveConfigCallback):
-    """Saves the configuration as Lightning does, and gives it and the plan to the loggers."""
+    """Saves the configuration of a fit as Lightning does, and gives it and the plan to the loggers."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return  # a validation must not take the place of what the run was trained with
         super().setup(trainer, pl_module, stage)
         self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
 

@@ -260,6 +260,7 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
         written.write_text(out)
         code, out, err = run(capsys, command, "--config", str(written))
         assert code == 0 and shown in out, err
+    assert not (ROOT / "config.yaml").exists()  # only fit writes it
     # the configuration counts, and not what the checkpoint was made with
     code, _, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), "--model.init_args.hidden_size=32")
     assert code == 2 and "another model than this GPT: size mismatch" in err
