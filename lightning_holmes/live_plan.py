@@ -56,6 +56,9 @@ _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
 _FRAMES = 1448 / 1514  # what TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes
+# Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
+# so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
+_STEP_OPERATORS = 5000
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # of a rank's own time to start a transfer
 
 
@@ -112,6 +115,7 @@ class _Costs:
     memory: tuple[float, ...]
     described: str
     update_s_per_byte: float = 0.0
+    own_s: float = 0.0
 
 
 def decide(request: PlanRequest) -> LivePlan:
@@ -256,6 +260,7 @@ def _find_costs(request: PlanRequest, structure: ModuleStructure) -> _Costs | st
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
+        own_s=_STEP_OPERATORS * max(s.operator_s for s in speeds),
     )
 
 
@@ -286,6 +291,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
+        own_s=_STEP_OPERATORS * max(entry[2].operator_s for entry in everyone),
     )
 
 
@@ -449,6 +455,7 @@ def _cost_model(request: PlanRequest, costs: _Costs, forbidden: Sequence[int]) -
         overlap_reduce=True,
         update_s_per_byte=costs.update_s_per_byte,
         message_s=_MESSAGE_S.get(device, 1e-4),
+        own_s=costs.own_s,
     )
     host_speeds, first = [], 0
     for host in topology.hosts:

@@ -129,6 +129,7 @@ class Training:
             optimizer's parameters beside the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
         message_s: seconds of a rank's own time that starting a transfer takes.
+        own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
         memory_share: share of a device's memory that a plan may use.
     """
@@ -141,12 +142,13 @@ class Training:
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
     message_s: float = 0.0
+    own_s: float = 0.0
     blocking_sends: bool = False
     memory_share: float = 0.92
 
     def __post_init__(self) -> None:
         check_count(self.batch_samples, "batch_samples")
-        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s"):
+        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s", "own_s"):
             check_number(getattr(self, name), name)
         if check_number(self.memory_share, "memory_share", positive=True) > 1:
             raise ConfigurationError(f"memory_share={self.memory_share!r} is not allowed; write at most 1")
@@ -337,6 +339,7 @@ class CostModel:
             shards = layout.data if training.sharded_optimizer else 1
             update[rank] += trained * training.update_s_per_byte / shards * min(facts.speeds) / facts.speeds[rank]
             transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
+        update = [seconds + self.training.own_s for seconds in update]
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
