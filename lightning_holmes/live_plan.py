@@ -46,7 +46,7 @@ from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.route import Network
 
 ProfileKind = Literal["flops", "measure"]
-_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 0.3  # of probing; several hosts may have shares of a core, with periods of 20 ms
+_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
 _MEASURE_S = 1.5  # of timing the layers, at the least
 _LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
 # Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
