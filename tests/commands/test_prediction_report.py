@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.commands import bench
+from lightning_holmes.commands.bench_predict import compare_partitions
 from lightning_holmes.commands.benchmark.prediction import PARTITION_BED, PREDICTION_BEDS
 from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
 from lightning_holmes.errors import ConfigurationError
@@ -55,3 +56,12 @@ def test_the_beds_vary_what_the_predictions_must_bear() -> None:
 def test_an_unknown_bed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--beds nowhere: there is no such bed; there are two-and-two"):
         bench.main(["--predict", "--beds", "nowhere", "--output", str(tmp_path)])
+
+
+def test_partitions_are_compared_by_the_median_of_all_their_runs() -> None:
+    runs = [("uniform", (3, 3), 2.0), ("self_adapting", (4, 2), 1.4), ("3, 3", (3, 3), 2.4), ("4, 2", (4, 2), 1.0)]
+    runs += [("5, 1", (5, 1), 0.9), ("5, 1", (5, 1), 1.3), ("self_adapting", (5, 1), 1.0)]
+    found = compare_partitions([{"name": n, "layers": layers, "measured_s": s} for n, layers, s in runs])
+    assert found["seconds"] == {"3, 3": 2.2, "4, 2": 1.2, "5, 1": 1.0} and found["best"] == "5, 1"
+    assert found["uniform_over_self_adapting"] == pytest.approx(2.2 / 1.1)
+    assert found["self_adapting_over_best"] == pytest.approx(1.1)

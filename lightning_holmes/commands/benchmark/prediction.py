@@ -126,7 +126,7 @@ _ALL = tuple(
 )
 _CHOSEN = (
     _case("uniform", _SWEPT, partition="uniform", num_microbatches=8),
-    _case("self_adapting", _SWEPT, num_microbatches=8),
+    _case("self_adapting", _SWEPT, num_microbatches=8, profile="measure"),
 )
 PARTITION_BED = PredictionBed(
     name="partitions",
@@ -134,6 +134,6 @@ PARTITION_BED = PredictionBed(
     cpu_shares=(0.9, 0.45),
     fast="1gbit",
     ethernet="100mbit",
-    # what is compared runs at three times, so that a machine that slows down for a minute does not decide
-    cases=(*_CHOSEN, *_ALL[3:], *_CHOSEN, *_ALL[:3], *_ALL[5:8], *_CHOSEN),
+    # what is compared runs at several times, so that a machine that slows down for a minute does not decide
+    cases=(*_CHOSEN, *_ALL[4:], *_CHOSEN, *_ALL[5:8], *_ALL[:4], *_CHOSEN, *_ALL[5:8]),
 )
