@@ -7,6 +7,7 @@ process, where Lightning finds rank and world size in the environment. Nothing i
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -153,6 +154,7 @@ def _serve() -> dict[str, Any] | None:
     """Fork a worker for each line of standard input, and write down how each ended. Returns what a worker is to do."""
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
+    gc.freeze()  # what is imported stays: a worker's collections need not go through it, each a fifth of a second
     workers: dict[int, Path] = {}
     buffer = b""
     while True:
