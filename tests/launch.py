@@ -3,17 +3,22 @@
     results = launch(4, "parity_cases:train", {"case": "gpt"}, timeout_s=120)   # one entry a rank
 
 The function is named "module:function" with a module of the tests; it is called with the payload in each
-process, where Lightning finds rank and world size in the environment. Nothing is left running.
+process, where Lightning finds rank and world size in the environment. Nothing is left running. On a testbed
+forked_python() stands for the interpreter.
 """
 
 import contextlib
+import ctypes
+import functools
 import gc
 import importlib
 import json
 import os
 import pickle
 import random
+import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,9 +26,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning_holmes.cluster.testbed.cgroup import find_cpu_hierarchy
 
 TESTS = Path(__file__).parent
 
@@ -117,13 +125,23 @@ class Nursery:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, str(TESTS / "launch.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            text=True,
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="holmes-nursery-")
+        address = f"{self._folder.name}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, str(TESTS / "launch.py"), str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[listener.fileno()],
+                text=True,
+            )
+        self.python = [sys.executable, "-I", "-S", str(TESTS / "forked.py"), address]
+        self.executable = Path(self._folder.name, "python")
+        self.executable.write_text(f'#!/bin/sh\nexec {shlex.join(self.python)} "$@"\n')
+        self.executable.chmod(0o755)
 
     @property
     def alive(self) -> bool:
@@ -150,23 +168,58 @@ def _nursery() -> Nursery:
         return _nurseries[0]
 
 
-def _serve() -> dict[str, Any] | None:
-    """Fork a worker for each line of standard input, and write down how each ended. Returns what a worker is to do."""
+def forked_python() -> list[str]:
+    """What stands for ``python`` in a command on a host of a testbed: the process is forked by the nursery, and has
+    the imports behind it. Behind it stand a script, or -m and a module, and arguments."""
+    return _nursery().python
+
+
+def forked_executable() -> str:
+    """The same as one file, for torchrun, which starts what PYTHON_EXEC names."""
+    return str(_nursery().executable)
+
+
+def _serve(listener: socket.socket) -> Callable[[], None] | None:
+    """Fork a worker for each line of standard input, and write down how each ended; and a process for each connection,
+    and tell how it ended. Returns, in a forked process, what it is to do."""
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
     gc.freeze()  # what is imported stays: a worker's collections need not go through it, each a fifth of a second
     workers: dict[int, Path] = {}
+    clients: dict[socket.socket, int] = {}
     buffer = b""
     while True:
-        readable, _, _ = select.select([0], [], [], 0.02 if workers else None)
-        while workers:
+        poll = select.poll()
+        for file, what in ((0, select.POLLIN), (listener.fileno(), select.POLLIN), *((c.fileno(), 0) for c in clients)):
+            poll.register(file, what)  # of a client only that it is gone
+        happened = dict(poll.poll(20 if workers or clients else None))
+        while workers or clients:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            path = workers.pop(pid)
-            path.with_suffix(".part").write_text(str(os.waitstatus_to_exitcode(status)))
-            path.with_suffix(".part").rename(path)
-        if not readable:
+            code = os.waitstatus_to_exitcode(status)
+            if pid in workers:
+                path = workers.pop(pid)
+                path.with_suffix(".part").write_text(str(code))
+                path.with_suffix(".part").rename(path)
+            for client in [c for c, of in clients.items() if of == pid]:
+                _tell(client, code)
+                del clients[client]
+                client.close()
+        for client, pid in clients.items():
+            if client.fileno() in happened:
+                os.kill(pid, signal.SIGKILL)
+        if listener.fileno() in happened:
+            client, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                for other in clients:
+                    other.close()
+                listener.close()
+                return functools.partial(_become_python, client)
+            clients[client] = pid
+            _tell(client, pid)
+        if 0 not in happened:
             continue
         data = os.read(0, 1 << 20)
         if not data:
@@ -176,19 +229,68 @@ def _serve() -> dict[str, Any] | None:
             order = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                return order  # type: ignore[no-any-return]
+                return functools.partial(_become_worker, **order)
             workers[pid] = Path(order["folder"]) / f"exit{order['rank']}"
             print(pid, flush=True)
-    for pid in workers:
+    for pid in [*workers, *clients.values()]:
         os.kill(pid, signal.SIGKILL)
     return None
 
 
+def _tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it may be gone
+        client.sendall(f"{number}\n".encode())
+
+
 def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
-    """In the forked process: an environment, a log and random numbers of its own."""
+    """In the forked process: with an environment, a log and random numbers of its own, does what the folder says."""
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    _take_over(log, log, env)
+    target, payload = pickle.loads(Path(folder, "payload").read_bytes())
+    module, function = target.split(":")
+    result = getattr(importlib.import_module(module), function)(payload)
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+
+
+def _become_python(client: socket.socket) -> None:
+    """In the forked process: the place, output and environment of the client, and then what its arguments say."""
+    data, outputs, _, _ = socket.recv_fds(client, 1 << 16, 2)
+    while not data.endswith(b"\n"):
+        data += client.recv(1 << 16)
+    client.close()
+    order = json.loads(data)
+    _enter_host(order["pid"])
+    os.chdir(order["folder"])
+    _take_over(*outputs, order["env"])
+    script, *sys.argv[1:] = (argument for argument in order["argv"] if argument != "-u")
+    installed = [path for path in sys.path if not path.startswith(str(TESTS))]
+    sys.path[:] = ["", *filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    if script == "-m":
+        module, *sys.argv[1:] = sys.argv[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0], sys.path[0] = script, str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+def _enter_host(pid: int) -> None:
+    """Join the cgroup for the CPU and the namespaces of another process, and end when the nursery does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    hierarchy = find_cpu_hierarchy()
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" if hierarchy.version == 2 else "cpu" in controllers.split(","):
+            Path(f"{hierarchy.root}{path}/cgroup.procs").write_text(str(os.getpid()))
+    for descriptor in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+
+
+def _take_over(output: int, errors: int, env: dict[str, str]) -> None:
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(env)
@@ -196,17 +298,9 @@ def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
     sys.modules["numpy"].random.seed()
 
 
-def _work(folder: Path) -> None:
-    target, payload = pickle.loads((folder / "payload").read_bytes())
-    module, function = target.split(":")
-    result = getattr(importlib.import_module(module), function)(payload)
-    (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
-
-
 if __name__ == "__main__":
     sys.modules["launch"] = sys.modules["__main__"]
     sys.path[:0] = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir())]
-    work = _serve()
+    work = _serve(socket.socket(fileno=int(sys.argv[1])))
     if work is not None:
-        _become_worker(**work)
-        _work(Path(work["folder"]))
+        work()

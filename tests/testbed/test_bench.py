@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from launch import forked_executable
 
 from lightning_holmes.commands import bench
 from lightning_holmes.commands.bench_predict import run_bed
@@ -22,7 +23,13 @@ def job_of(*sizes: int) -> Job:
     return Job(topology=topology, processes_per_host=1, workload=Workload())
 
 
-@pytest.mark.usefixtures("testbed_works")
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun starts, whose imports are most of so small a run, is forked."""
+    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
+
+
+@pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(200)
 def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +109,7 @@ def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
         assert CONTENDERS[name].node_order(job_of(2, 2)) is None, f"{name}: nodes are numbered at random"
 
 
-@pytest.mark.usefixtures("testbed_works")
+@pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(200)
 def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Progress, Stack, train
+from launch import forked_python
 
 from lightning_holmes import checkpoint
 from lightning_holmes.checkpoint.loading import load_folder
@@ -113,7 +114,7 @@ def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_na
     timeout_s = 8
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
         cut = Cut(bed, "west.eth0", step=5)
-        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut)
+        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python())
         taken = cut.end()
     assert all(result.exit_code for result in results.values()), shown(results)
     assert taken < timeout_s + 15, shown(results)
@@ -131,7 +132,7 @@ def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_na
 def test_a_killed_process_ends_all_ranks_and_its_neighbours_name_it(tmp_path: Path) -> None:
     hosts = [Cluster(name=c, hosts=tuple(Host(name=f"{c}{i}", devices=1, nics=()) for i in range(2))) for c in "ab"]
     with Testbed(Topology(clusters=tuple(hosts)), TestbedOptions()) as bed:
-        results = run(bed, tmp_path, kill_rank=3)
+        results = run(bed, tmp_path, kill_rank=3, before=forked_python())
     codes = [result.exit_code for result in results.values()]
     assert codes.count(-9) == 1 and all(codes), shown(results)
     last = max(result.seconds for result in results.values()) - min(result.seconds for result in results.values())

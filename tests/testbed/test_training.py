@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import forked_python
 from training_worker import FEATURES, ROWS, STEPS, Stack, train
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
@@ -79,7 +80,7 @@ def run(
         prepare(bed)
         command = [str(WORKER), str(folder), options]
         bed.run(
-            command if torchrun else [sys.executable, *command],
+            command if torchrun else [*forked_python(), *command],
             processes_per_host=1 if torchrun else None,
             node_order=order,
             host_env=host_env,
@@ -204,7 +205,7 @@ def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_pat
             code = swallow.replace("DESTINATION", repr(fast[other]))
             bed.run([sys.executable, "-c", code], hosts=[host], check=True)
         options = json.dumps({"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
-        results = bed.run([sys.executable, str(WORKER), str(tmp_path), options], timeout_s=150)
+        results = bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=150)
     output = "".join(result.output for result in results.values())
     assert all(result.exit_code for result in results.values())
     assert "UnreachableError: a group of 2 ranks cannot be connected" in output, output[-3000:]
