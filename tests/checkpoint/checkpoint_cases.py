@@ -238,6 +238,7 @@ def run_apart(payload: dict[str, Any]) -> dict[str, Any]:
     results["whole"] = (whole.trainer.strategy.data_parallel_rank, whole.losses)
     results["best"] = checkpoint.best_model_path
     results["kept"] = sorted(Path(p).name for p in checkpoint.best_k_models)
+    whole.trainer.strategy.barrier()  # one rank of each cluster removes
     saved = own / "checkpoints"
     results["names"] = sorted(p.name for p in saved.iterdir())
     manifest = Manifest.load(saved / "last.ckpt")
