@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import forked_python
+from launch import forked_executable, forked_python
 from training_worker import FEATURES, ROWS, STEPS, Stack, train
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
@@ -83,6 +83,7 @@ def run(
             command if torchrun else [*forked_python(), *command],
             processes_per_host=1 if torchrun else None,
             node_order=order,
+            env={"PYTHON_EXEC": forked_executable()},  # what torchrun starts
             host_env=host_env,
             timeout_s=200,
             check=True,
