@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 
@@ -48,7 +49,21 @@ def connect_world(
         if user.get("NCCL_NET") is None:
             options["pg_options"] = nccl_options("Socket")
     with _environment(variables):
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if attempt:
+            options["store"] = _store_of_attempt(environment, attempt, timeout)
         _init_dist_connection(environment, backend, timeout=timeout, **options)
+
+
+def _store_of_attempt(environment: ClusterEnvironment, attempt: int, timeout: timedelta | None) -> Any:
+    """torchrun's store outlives a restart, and with it the addresses of processes that are gone, which whoever is early would
+    connect to (torch 2.13): each attempt has keys of its own."""
+    given = {} if timeout is None else {"timeout": timeout}
+    made = dist.rendezvous("env://", environment.global_rank(), environment.world_size(), **given)  # type: ignore[attr-defined]
+    store, _, _ = next(made)
+    if timeout is not None:
+        store.set_timeout(timeout)
+    return dist.PrefixStore(f"holmes/attempt{attempt}", store)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
