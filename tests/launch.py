@@ -171,7 +171,7 @@ def _nursery() -> Nursery:
 def forked_python() -> list[str]:
     """What stands for ``python`` in a command on a host of a testbed: the process is forked by the nursery, and has
     the imports behind it. Behind it stand a script, or -m and a module, and arguments. Not where speeds are measured:
-    a forked process is slower at first, as it copies what it writes to."""
+    rates that forked processes measured of links came out low; why is not known."""
     return _nursery().python
 
 
