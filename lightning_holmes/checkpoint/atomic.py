@@ -117,10 +117,7 @@ def remove(target: Path) -> None:
 def delete(path: Path) -> None:
     """Delete a file or folder that may not be there."""
     if path.is_dir() and not path.is_symlink():
-        for _ in range(3):  # another process may be at it, too: what it takes away first is an error to this one
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
-                break
+        shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
