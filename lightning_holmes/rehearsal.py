@@ -42,7 +42,7 @@ from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 
@@ -128,16 +128,7 @@ def check(
     *,
     pipeline_parallel_size: int = 2,
     num_microbatches: int = 2,
-    schedule: Literal[
-        "1f1b",
-        "eager_1f1b",
-        "gpipe",
-        "interleaved_1f1b",
-        "eager_interleaved_1f1b",
-        "zero_bubble",
-        "eager_zero_bubble",
-        "zero_bubble_v",
-    ] = "1f1b",
+    schedule: ScheduleName = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",
     partition: Literal["self_adapting", "proportional", "uniform"] | Sequence[int] = "uniform",

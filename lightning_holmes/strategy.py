@@ -51,7 +51,7 @@ from lightning_holmes.plan.plan_check import check_plan
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.report import print_plan
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.replica_metrics import ReplicaMetrics
@@ -124,17 +124,7 @@ class HolmesStrategy(SteppingStrategy):
         tensor_parallel_size: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         eval_num_microbatches: int | Literal["auto"] = "auto",
-        schedule: Literal[
-            "auto",
-            "1f1b",
-            "eager_1f1b",
-            "gpipe",
-            "interleaved_1f1b",
-            "eager_interleaved_1f1b",
-            "zero_bubble",
-            "eager_zero_bubble",
-            "zero_bubble_v",
-        ] = "auto",
+        schedule: Literal["auto", ScheduleName] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
         profile: ProfileKind = "flops",

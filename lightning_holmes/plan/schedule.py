@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.action import (
@@ -64,12 +65,13 @@ __all__ = [
     "Action",
     "Op",
     "Schedule",
+    "ScheduleName",
     "make_schedule",
     "max_in_flight",
     "receive_of",
 ]
 
-SCHEDULE_NAMES = (
+ScheduleName = Literal[
     "gpipe",
     "1f1b",
     "eager_1f1b",
@@ -78,7 +80,8 @@ SCHEDULE_NAMES = (
     "zero_bubble",
     "eager_zero_bubble",
     "zero_bubble_v",
-)
+]
+SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
 _CHUNKED = INTERLEAVED | V_SHAPED
 
 
