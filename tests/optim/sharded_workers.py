@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm.lane import make_lane
-from lightning_holmes.optim.elementwise import test_separability
+from lightning_holmes.checkpoint.plain import parameter_group_names
+from lightning_holmes.comm.lane import Lane, make_lane
+from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -113,6 +114,22 @@ def gather_parts(tensor: Tensor) -> None:
     dist.all_gather(list(tensor.chunk(4)), tensor.chunk(4)[dist.get_rank()].clone())
 
 
+def divide(
+    module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
+) -> tuple[GradBuffer, Lane, ShardedOptimizer]:
+    """``optimizer`` over four replicas, with a buffer that has the parameters in this order, laid out."""
+    groups = parameter_group_names(module, optimizer)
+    buffer = GradBuffer(parameters, flat=True, data_parallel_size=4, bucket_bytes=200)
+    buffer.begin()
+    buffer.end()
+    lane = make_lane(torch.device("cpu"))
+    world = dist.group.WORLD
+    shards = ShardedOptimizer(
+        optimizer, groups, buffer, world, found, lane, replicas=world, gather=gather_parts, lazily=True, **options
+    )
+    return buffer, lane, shards
+
+
 def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None:
     torch.manual_seed(1)
     module = Net()
@@ -120,26 +137,8 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     plain, optimizer = make(reference), make(module)
     found = test_separability(optimizer, torch.device("cpu"))
     assert found.level == level, (name, found)
-    names = {id(p): n for n, p in module.named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    buffer = GradBuffer(
-        dict(reversed(list(module.named_parameters()))), flat=True, data_parallel_size=4, bucket_bytes=200
-    )
-    buffer.begin()
-    buffer.end()
-    lane = make_lane(torch.device("cpu"))
-    shards = ShardedOptimizer(
-        optimizer,
-        groups,
-        buffer,
-        dist.group.WORLD,
-        found,
-        lane,
-        replicas=dist.group.WORLD,
-        gather=gather_parts,
-        whole_gradients=whole,
-        lazily=True,
-    )
+    parameters = dict(reversed(list(module.named_parameters())))
+    buffer, lane, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
     shards.watch(module)
     held = list(optimizer.param_groups)
     for step in range(STEPS):
@@ -182,25 +181,9 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
     module = Net().bfloat16()
     reference = copy.deepcopy(module).float()
     plain, optimizer = make(reference), make(module)
-    names = {id(p): n for n, p in module.named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    buffer = GradBuffer(dict(module.named_parameters()), flat=True, data_parallel_size=4, bucket_bytes=200)
-    buffer.begin()
-    buffer.end()
-    lane = make_lane(torch.device("cpu"))
-    shards = ShardedOptimizer(
-        optimizer,
-        groups,
-        buffer,
-        dist.group.WORLD,
-        test_separability(optimizer, torch.device("cpu")),
-        lane,
-        replicas=dist.group.WORLD,
-        gather=gather_parts,
-        whole_gradients=whole,
-        lazily=True,
-        master_weights=True,
-    )
+    found = test_separability(optimizer, torch.device("cpu"))
+    parameters = dict(module.named_parameters())
+    buffer, lane, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
     for step in range(STEPS):
         if step == 3:  # somebody writes to the parameters
             module.first.weight.data.mul_(0.3)
