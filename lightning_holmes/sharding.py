@@ -137,13 +137,13 @@ def shard_optimizer(
     if refusal and asked:
         argument = "master_weights" if master_weights else "sharded_optimizer"
         raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
-    readers = [name for name, _ in gradient_readers(trainer)]
+    readers = list(gradient_readers(trainer))
     choice = ShardingChoice(on=True, reason="asked for")
     if refusal:
         choice = ShardingChoice(on=False, reason=refusal)
     elif not asked:
         choice = _choose(found, optimizer, names, gradients, device, bool(readers), data_parallel_size, gather)
-    seeing_groups = [name for name, code in gradient_readers(trainer) if _reads_group_params(code)]
+    seeing_groups = [name for name, code in readers if _reads_group_params(code)]
     if choice.on and seeing_groups:
         if not asked:
             return None, ShardingChoice(on=False, reason=f"since {seeing_groups[0]} reads param_groups' params")
@@ -166,7 +166,7 @@ def shard_optimizer(
     if found.level == "parameters":
         reason += f"; by whole parameters, since {found.reason}"
     elif readers:
-        reason += f"; gradients stay whole on each replica for {readers[0]}"
+        reason += f"; gradients stay whole on each replica for {readers[0][0]}"
     if master_weights:
         reason += "; with fp32 master weights"
     return shards, ShardingChoice(on=True, reason=reason)

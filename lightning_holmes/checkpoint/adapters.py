@@ -63,15 +63,22 @@ def _adding(item: Item, down: Item, up: Item, scale: float, *, transposed: bool)
     return read
 
 
-def _transposed(folder: str) -> set[str]:
-    """The modules whose weights are stored as (inputs, outputs): GPT-2's Conv1D."""
+def load_transformers() -> Any:
+    """The library, which an export needs. Raises ConfigurationError if it is not installed."""
     try:
         import transformers
-        from transformers.pytorch_utils import Conv1D
     except ImportError as error:
         raise ConfigurationError(
             "exporting safetensors needs transformers, which is not installed: pip install lightning-holmes[hf]"
         ) from error
+    return transformers
+
+
+def _transposed(folder: str) -> set[str]:
+    """The modules whose weights are stored as (inputs, outputs): GPT-2's Conv1D."""
+    transformers = load_transformers()
+    from transformers.pytorch_utils import Conv1D
+
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):

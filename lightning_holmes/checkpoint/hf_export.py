@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lightning_holmes.checkpoint import atomic
-from lightning_holmes.checkpoint.adapters import with_adapters_added
+from lightning_holmes.checkpoint.adapters import load_transformers, with_adapters_added
 from lightning_holmes.checkpoint.converting import Item, Source, compacted, weights
-from lightning_holmes.errors import CheckpointError, ConfigurationError
+from lightning_holmes.errors import CheckpointError
 
 PREFIX = "model."
 MAX_SHARD_BYTES = 5 * 10**9
@@ -134,12 +134,7 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
     config, pretrained = given.get("config"), given.get("pretrained")
     dtype = next((i.dtype for i in tensors.values() if i.dtype is not None and i.dtype.is_floating_point), None)
     if isinstance(config, dict):
-        try:
-            import transformers
-        except ImportError as error:
-            raise ConfigurationError(
-                "exporting safetensors needs transformers, which is not installed: pip install lightning-holmes[hf]"
-            ) from error
+        transformers = load_transformers()
         settings = dict(config)
         made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

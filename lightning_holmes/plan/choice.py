@@ -174,9 +174,8 @@ def _fixed_chunks(options: PlanOptions, size: int) -> int | None:
 
 
 def _interleaved(name: str, size: int, num_layers: int) -> list[tuple[str, int]]:
-    """With each number of chunks that the layers reach for; with the smallest where they reach for none."""
-    tried = [(name, number) for number in _CHUNKS_TRIED if size * number <= num_layers]
-    return tried or [(name, _CHUNKS_TRIED[0])]
+    """With each number of chunks that the layers reach for."""
+    return [(name, number) for number in _CHUNKS_TRIED if size * number <= num_layers]
 
 
 def _runs(
@@ -189,14 +188,14 @@ def _runs(
         if chunks is not None:
             schedules = [(options.schedule, chunks)]
         elif options.schedule in INTERLEAVED:
-            schedules = _interleaved(options.schedule, size, num_layers)
+            schedules = _interleaved(options.schedule, size, num_layers) or [(options.schedule, _CHUNKS_TRIED[0])]
         else:
             schedules = [(options.schedule, 1)]
     elif chunks is not None and chunks > 1:
         schedules = [(name, chunks) for name in sorted(INTERLEAVED, reverse=True)]
     else:
         schedules = [("1f1b", 1), ("eager_1f1b", 1)] if size > 1 else [("1f1b", 1)]
-        if may_interleave and size > 1 and chunks is None and 2 * size <= num_layers:
+        if may_interleave and size > 1 and chunks is None:
             schedules += [entry for name in sorted(INTERLEAVED) for entry in _interleaved(name, size, num_layers)]
     counts = (
         microbatch_counts(size, batch_size) if options.num_microbatches == "auto" else (int(options.num_microbatches),)

@@ -305,7 +305,7 @@ class CostModel:
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage = [], [], [], []
-        static, update, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
         known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
@@ -339,7 +339,6 @@ class CostModel:
             shards = layout.data if training.sharded_optimizer else 1
             update[rank] += trained * training.update_s_per_byte / shards * min(facts.speeds) / facts.speeds[rank]
             transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
-        update = [seconds + self.training.own_s for seconds in update]
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
