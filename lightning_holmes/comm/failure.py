@@ -25,6 +25,7 @@ _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 3.0  # how long to wait for another rank to say why a connection broke
 _GRACE_S = 8.0
+_LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to answer its last request
 
 
 class FailureWatch:
@@ -62,7 +63,7 @@ class FailureWatch:
             telling = threading.Thread(target=self._tell, args=(exception,), name="holmes-failure-report", daemon=True)
             telling.start()
             telling.join(timeout=2 * _NOTICE_S)
-        self.stop()
+        self._end(timeout_s=5.0 if self._reachable() else 0.0)
 
     def _reachable(self) -> bool:
         """Whether the store has answered lately."""
@@ -116,9 +117,16 @@ class FailureWatch:
         return RemoteError(f"rank {cause[0]} failed first: {cause[1]}\n\nIts traceback:\n{cause[2]}")
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, after a run that ended well.
+
+        A store that is silent, since its link was cut a moment ago, is waited for: a thread whose request comes back
+        while the interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
+        """
+        self._end(timeout_s=_LAST_ANSWER_S)
+
+    def _end(self, timeout_s: float) -> None:
         self._stop.set()
-        self._thread.join(timeout=5 if self._reachable() else 0)
+        self._thread.join(timeout_s)
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
