@@ -140,32 +140,29 @@ def load_optimizer_state_dict(
     Raises:
         ConfigurationError: the saved groups are not of the sizes that ``configure_optimizers`` gave.
     """
-    check_group_sizes(saved, groups)
-    own: dict[str, Any] = {"state": {}, "param_groups": []}
-    number = 0
-    for saved_group, group, names in zip(saved["param_groups"], optimizer.param_groups, groups, strict=True):
-        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
-        entry["params"] = []
-        if "param_names" in group:
-            entry["param_names"] = list(group["param_names"])
-        for place, name in zip(saved_group["params"], names, strict=True):
-            if name not in local:
-                continue
-            parameter = group["params"][len(entry["params"])]
-            entry["params"].append(number)
-            if place in saved["state"]:
-                state = {k: v for k, v in saved["state"][place].items() if k != MASTER_WEIGHT}
-                own["state"][number] = {k: _laid_out(v, parameter) for k, v in state.items()}
-            number += 1
-        own["param_groups"].append(entry)
-    optimizer.load_state_dict(own)
+    states = states_by_name(saved, groups)
+
+    def laid_out(name: str, parameter: Tensor) -> dict[str, Any] | None:
+        state = states.get(name)
+        return None if state is None else {k: _laid_out(v, parameter) for k, v in state.items() if k != MASTER_WEIGHT}
+
+    own = [[name for name in names if name in local] for names in groups]
+    load_states(
+        optimizer,
+        saved,
+        [list(map(laid_out, names, g["params"])) for names, g in zip(own, optimizer.param_groups, strict=True)],
+    )
 
 
-def check_group_sizes(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-    """Refuse an optimizer's saved groups that are not of this run's sizes.
+def states_by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The state of each parameter that has one in an optimizer's saved dictionary.
+
+    Args:
+        saved: numbers whole parameters by their places in ``groups``.
+        groups: the names of each parameter group.
 
     Raises:
-        ConfigurationError: says both sizes.
+        ConfigurationError: the saved groups are not of the sizes of ``groups``.
     """
     sizes = [len(g["params"]) for g in saved["param_groups"]]
     if sizes != [len(names) for names in groups]:
@@ -173,6 +170,29 @@ def check_group_sizes(saved: Mapping[str, Any], groups: Sequence[Sequence[str]])
             f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of "
             f"{[len(names) for names in groups]}: it was saved from another model or another configure_optimizers"
         )
+    return {
+        name: saved["state"][place]
+        for saved_group, names in zip(saved["param_groups"], groups, strict=True)
+        for place, name in zip(saved_group["params"], names, strict=True)
+        if place in saved["state"]
+    }
+
+
+def load_states(
+    optimizer: Optimizer, saved: Mapping[str, Any], states: Sequence[Sequence[dict[str, Any] | None]]
+) -> None:
+    """Load the options of the groups in ``saved``, and ``states`` of the parameters that ``optimizer`` has, by group."""
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for saved_group, group, group_states in zip(saved["param_groups"], optimizer.param_groups, states, strict=True):
+        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
+        if "param_names" in group:
+            entry["param_names"] = list(group["param_names"])
+        entry["params"] = list(range(number, number + len(group["params"])))
+        own["state"] |= {n: s for n, s in zip(entry["params"], group_states, strict=True) if s is not None}
+        own["param_groups"].append(entry)
+        number += len(group["params"])
+    optimizer.load_state_dict(own)
 
 
 def fill_whole_module(

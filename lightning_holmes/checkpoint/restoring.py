@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
-from lightning_holmes.checkpoint.plain import check_group_sizes, load_optimizer_state_dict
+from lightning_holmes.checkpoint.plain import load_optimizer_state_dict, load_states, states_by_name
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -131,28 +131,9 @@ def load_optimizer_state(
 
 def _load_pieces(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shards: ShardedOptimizer) -> None:
     """Load states of whole parameters, numbered by their places in ``groups``, into an optimizer that holds pieces."""
-    check_group_sizes(saved, groups)
-    states = {
-        name: saved["state"][place]
-        for saved_group, names in zip(saved["param_groups"], groups, strict=True)
-        for place, name in zip(saved_group["params"], names, strict=True)
-        if place in saved["state"]
-    }
-    own: dict[str, Any] = {"state": {}, "param_groups": []}
-    number = 0
-    for saved_group, group, pieces in zip(
-        saved["param_groups"], shards.optimizer.param_groups, shards.held(), strict=True
-    ):
-        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
-        entry["params"] = list(range(number, number + len(group["params"])))
-        if "param_names" in group:
-            entry["param_names"] = list(group["param_names"])
-        for place, piece in enumerate(pieces, start=number):
-            if piece.name in states:
-                own["state"][place] = shards.cut(piece, states[piece.name])
-        number += len(group["params"])
-        own["param_groups"].append(entry)
-    shards.optimizer.load_state_dict(own)
+    states = states_by_name(saved, groups)
+    held = [[shards.cut(p, states[p.name]) if p.name in states else None for p in pieces] for pieces in shards.held()]
+    load_states(shards.optimizer, saved, held)
     shards.loaded(states)
 
 
