@@ -57,7 +57,7 @@ def check_arguments(
     schedule: Any,
     schedules: Sequence[str],
     partition: Any = "self_adapting",
-    profile: Any = "flops",
+    profile: Any = "auto",
     backend: str | None = None,
 ) -> None:
     """Refuse strategy arguments that are wrong by themselves."""
@@ -77,8 +77,8 @@ def check_arguments(
         raise ConfigurationError(
             f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
         )
-    if profile not in ("flops", "measure"):
-        raise ConfigurationError(f'profile={profile!r} is not known; write "flops" or "measure"')
+    if profile not in ("auto", "flops", "measure"):
+        raise ConfigurationError(f'profile={profile!r} is not known; write "auto", "flops" or "measure"')
     if backend not in (None, "gloo", "nccl"):
         raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
     if schedule not in schedules:

@@ -6,7 +6,7 @@ chooses from them.
 
 Costs come from a profile of one small microbatch (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
 the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
-(``profile="measure"``). Links have the speeds that were measured on this topology before (``lightning-holmes topology``),
+(``profile="measure"``; on several hosts without GPUs also by itself). Links have the speeds that were measured on this topology before (``lightning-holmes topology``),
 or those that are stated. Where there are no costs the plan is made without, and says why.
 """
 
@@ -45,7 +45,7 @@ from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.planner import Prediction
 from lightning_holmes.plan.route import Network
 
-ProfileKind = Literal["flops", "measure"]
+ProfileKind = Literal["auto", "flops", "measure"]
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
 _MEASURE_S = 1.5  # of timing the layers, at the least
 _LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
@@ -244,11 +244,13 @@ def _find_costs(request: PlanRequest, structure: ModuleStructure) -> _Costs | st
         dist.barrier()
     speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
     how = "FLOPs counted"
-    if request.profile == "measure":
+    # FLOPs do not tell how small microbatches slow a CPU down; on one host the ranks would time each other's load
+    if request.profile == "measure" or (request.profile == "auto" and several and request.device.type == "cpu"):
         measured = _measured(request, structure, speed)
         if isinstance(measured, _Costs):
             return measured
-        how += f" ({measured}, when it was to be timed)"
+        if request.profile == "measure":
+            how += f" ({measured}, when it was to be timed)"
     speeds: list[DeviceSpeed] = _everyone(request, speed)
     if request.rank != 0:
         return None

@@ -85,7 +85,8 @@ class HolmesStrategy(SteppingStrategy):
             these speeds; "uniform": by count; or the number of layers of each stage.
         plan: a plan file of another run (its plan.yaml), which decides all of these, and is refused where it was made for
             other clusters or another module.
-        profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank.
+        profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
+            on several hosts without GPUs, and counts elsewhere.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that cannot be loaded alike on several ranks.
@@ -127,7 +128,7 @@ class HolmesStrategy(SteppingStrategy):
         schedule: Literal["auto", ScheduleName] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
-        profile: ProfileKind = "flops",
+        profile: ProfileKind = "auto",
         plan: str | None = None,
         layers: str = "auto",
         broadcast_batch: bool = False,
