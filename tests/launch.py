@@ -170,8 +170,7 @@ def _nursery() -> Nursery:
 
 def forked_python() -> list[str]:
     """What stands for ``python`` in a command on a host of a testbed: the process is forked by the nursery, and has
-    the imports behind it. Behind it stand a script, or -m and a module, and arguments. Not where speeds are measured:
-    rates that forked processes measured of links came out low; why is not known."""
+    the imports behind it. Behind it stand a script, or -m and a module, and arguments."""
     return _nursery().python
 
 
@@ -260,6 +259,7 @@ def _become_python(client: socket.socket) -> None:
         data += client.recv(1 << 16)
     client.close()
     order = json.loads(data)
+    os.setsid()  # as the client has: by sessions Linux shares out the CPU, and rates are measured that depend on it
     _enter_host(order["pid"])
     os.chdir(order["folder"])
     _take_over(*outputs, order["env"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, Dataset
@@ -75,6 +76,22 @@ def one_process(options: dict[str, int]) -> dict[str, list[float]]:
             strategy = lightning_holmes.HolmesStrategy() if name == "holmes" else "auto"
             module = build(options["hidden_size"], options["num_layers"])
             found[name] += train(module, strategy, 1, options["batch_size"], options["steps"], 4)
+    return found
+
+
+def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
+    """Seconds of every step on this rank: DDP and the strategy without a pipeline, in turn."""
+    found: dict[str, list[float]] = {"ddp": [], "holmes": []}
+    for turn in range(options["rounds"]):
+        order = ["ddp", "holmes"] if turn % 2 == 0 else ["holmes", "ddp"]
+        for name in order:
+            strategy = (
+                DDPStrategy(process_group_backend="gloo")
+                if name == "ddp"
+                else lightning_holmes.HolmesStrategy(pipeline_parallel_size=1)
+            )
+            module = build(options["hidden_size"], options["num_layers"])
+            found[name] += train(module, strategy, 2, options["batch_size"], options["steps"], 4)
     return found
 
 

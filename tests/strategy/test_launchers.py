@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import TESTS, free_port
+from launch import TESTS, forked_executable, forked_python, free_port
 from strategy_cases import Setting, build, samples
 from torch.utils.data import DataLoader
 
@@ -70,7 +70,11 @@ def test_lightnings_own_launcher(tmp_path: Path, plain_loss: float) -> None:
 @pytest.mark.xdist_group("strategy_launchers")
 def test_torchrun(tmp_path: Path, plain_loss: float) -> None:
     options = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    output = _run([[sys.executable, "-m", "torch.distributed.run", *options, SCRIPT, "2"]], [_environment()], tmp_path)
+    output = _run(
+        [[sys.executable, "-m", "torch.distributed.run", *options, SCRIPT, "2"]],
+        [_environment(PYTHON_EXEC=forked_executable())],
+        tmp_path,
+    )
     _check(output, 2, "TorchElasticEnvironment", plain_loss)
 
 
@@ -127,5 +131,5 @@ def test_started_by_a_scheduler(
 ) -> None:
     port = free_port()
     environments = [_environment(**variables(rank, port, tmp_path)) for rank in range(2)]
-    output = _run([[sys.executable, SCRIPT, str(2 // nodes), str(nodes)]] * 2, environments, tmp_path)
+    output = _run([[*forked_python(), SCRIPT, str(2 // nodes), str(nodes)]] * 2, environments, tmp_path)
     _check(output, 2, environment, plain_loss)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Progress, Stack, train
-from launch import forked_python
+from launch import forked_executable, forked_python
 
 from lightning_holmes import checkpoint
 from lightning_holmes.checkpoint.loading import load_folder
@@ -91,7 +91,7 @@ def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     given = {key: options.pop(key) for key in ("timeout_s", "kill_rank") if key in options}
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(bed.hosts), **given})]
     command = [*options.pop("before", [sys.executable]), *arguments]
-    return bed.run(command, grace_s=90, **{"timeout_s": 200, **options})
+    return bed.run(command, env={"PYTHON_EXEC": forked_executable()}, grace_s=90, **{"timeout_s": 200, **options})
 
 
 def shown(results: dict[str, HostResult]) -> str:
@@ -103,7 +103,7 @@ def shown(results: dict[str, HostResult]) -> str:
 def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(tmp_path: Path) -> None:
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
         cut = Cut(bed, "west.eth0", step=4, seconds=5.0)
-        results = run(bed, tmp_path, echo=cut)
+        results = run(bed, tmp_path, echo=cut, before=forked_python())
         assert cut.end() >= 5.0
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
     for rank in range(2):

@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from launch import forked_python
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
@@ -49,7 +49,7 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
 
         watching = threading.Thread(target=slow_down)
         watching.start()
-        bed.run([sys.executable, str(WORKER), str(tmp_path), options], timeout_s=200, check=True)
+        bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=200, check=True)
         watching.join()
     found = json.loads((tmp_path / "rank0.json").read_text())
     first, *later = found["choices"]

@@ -1,10 +1,10 @@
 """Transfers run beside computing, on hosts that have less than half a core: gloo's own thread moves the bytes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from launch import forked_python
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
@@ -20,7 +20,7 @@ RATE, NUM_BYTES, SECONDS = 12.5e6, 10_000_000, 2.0  # 100 Mbit/s: 0.8 s for the 
 def test_a_transfer_hides_behind_computing_if_its_receive_is_posted_ahead_and_only_then() -> None:
     nic = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=RATE)
     clusters = tuple(Cluster(name=n, hosts=(Host(name=n, devices=1, nics=(nic,)),)) for n in ("east", "west"))
-    command = [sys.executable, str(Path(__file__).with_name("overlap_worker.py")), str(NUM_BYTES), str(SECONDS)]
+    command = [*forked_python(), str(Path(__file__).with_name("overlap_worker.py")), str(NUM_BYTES), str(SECONDS)]
     with Testbed(Topology(clusters=clusters), TestbedOptions(cpu_share=0.45)) as bed:
         results = bed.run(command, timeout_s=100, check=True)
     sender, receiver = (
