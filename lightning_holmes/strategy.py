@@ -49,7 +49,7 @@ from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
-from lightning_holmes.plan.planner import Prediction
+from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.stage_ranks import V_SHAPED

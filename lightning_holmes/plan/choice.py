@@ -18,7 +18,8 @@ from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
 from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.planner import Prediction, predict
+from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.refining import refine
 from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 
 _MICROBATCHES_PER_RANK = 4
@@ -146,6 +147,8 @@ def choose_by_costs(
             entry[0].num_microbatches,
         ),
     )
+    if options.partition == "self_adapting":
+        best = refine(cost_model, best)
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":

@@ -24,10 +24,10 @@ from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
+from lightning_holmes.plan.prediction import Prediction, fits, predict
+from lightning_holmes.plan.refining import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError
-from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
-from lightning_holmes.plan.timeline import Timeline
 
 _SIMULATED = 8  # candidates that are run through the simulator
 _NEARLY = 0.002
@@ -62,89 +62,6 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What one way of running a step is predicted to cost.
-
-    Attributes:
-        model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
-        peak_flops_per_s: of all devices.
-        nic_bytes: by transport, what the busiest host's cards send in a step.
-        memory_bytes, memory_limits: by pipeline rank.
-        reason: why it was chosen, or what it lacks against the one that was.
-    """
-
-    run: RunShape
-    partition: Partition
-    timeline: Timeline
-    costs: StepCosts
-    batch_samples: int
-    tokens_per_sample: int | None
-    model_flops: float
-    hardware_flops: float
-    peak_flops_per_s: float
-    nic_bytes: dict[str, float]
-    memory_limits: tuple[float, ...]
-    reason: str = ""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.timeline.step_s
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples a second, over all replicas."""
-        return self.batch_samples / self.step_s
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second, where a sample's tokens are known."""
-        return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
-
-    @property
-    def flops_per_s_per_device(self) -> float:
-        """Hardware FLOP/s of a device: recomputation counts, as in the tables of Megatron-LM and Holmes."""
-        return self.hardware_flops / self.step_s / self.run.layout.num_devices
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: without recomputation, against the devices' peak."""
-        return self.model_flops / self.step_s / self.peak_flops_per_s
-
-    @property
-    def memory_bytes(self) -> tuple[float, ...]:
-        """Peak of each pipeline rank."""
-        return self.timeline.peak_memory_bytes
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON; docs/planning.md documents the keys."""
-        layout = self.run.layout
-        return {
-            "pipeline_parallel_size": layout.pipeline,
-            "tensor_parallel_size": layout.tensor,
-            "data_parallel_size": layout.data,
-            "across_clusters": layout.across,
-            "schedule": self.run.schedule,
-            "num_chunks": self.run.num_chunks,
-            "num_microbatches": self.run.num_microbatches,
-            "microbatch_samples": self.run.microbatch_samples,
-            "recomputation": self.run.recomputation,
-            "partition": list(self.partition.layer_counts),
-            "step_s": self.step_s,
-            "samples_per_s": self.samples_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "flops_per_s_per_device": self.flops_per_s_per_device,
-            "mfu": self.mfu,
-            "bubble_share": self.timeline.bubble_share,
-            "exposed_s": {axis: seconds / layout.pipeline for axis, seconds in self.timeline.exposed_s.items()},
-            "nic_bytes_per_step": dict(self.nic_bytes),
-            "memory_bytes": list(self.memory_bytes),
-            "memory_limit_bytes": list(self.memory_limits),
-            "reason": self.reason,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """The best plan and the ones behind it. left_out: why candidates were not looked at, and how many."""
 
@@ -165,30 +82,6 @@ class _Looked:
     run: RunShape
     partition: Partition
     estimate_s: float
-
-
-def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Prediction:
-    """Simulate one way of running a step."""
-    costs = cost_model.step_costs(run, partition)
-    model, training = cost_model.model, cost_model.training
-    per_sample = [
-        (made.forward + made.backward) / made.microbatch_samples
-        for made in (model, model.with_recomputation() if run.recomputation else model)
-    ]
-    flops = [work * training.batch_samples if model.unit == "flops" else 0.0 for work in per_sample]
-    return Prediction(
-        run=run,
-        partition=partition,
-        timeline=simulate(run.make_schedule(), costs),
-        costs=costs,
-        batch_samples=training.batch_samples,
-        tokens_per_sample=model.tokens_per_sample,
-        model_flops=flops[0],
-        hardware_flops=flops[1],
-        peak_flops_per_s=cost_model.peak_flops_per_s(),
-        nic_bytes=cost_model.nic_bytes(run, partition),
-        memory_limits=cost_model.memory_limits(run.layout),
-    )
 
 
 def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchResult:
@@ -225,13 +118,15 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
     if not looked:
         raise _nothing_fits(cost_model, space, candidates, least)
     made = [predict(cost_model, entry.run, entry.partition) for entry in looked[:wanted]]
-    fitting = [entry for entry in made if _fits(entry)]
+    fitting = [entry for entry in made if fits(entry)]
     if len(fitting) < len(made):
         left_out["does not fit the memory"] += len(made) - len(fitting)
     ranked = sorted(fitting or made, key=_rank)
     fastest = ranked[0].step_s
     ranked.sort(key=lambda entry: (math.floor((entry.step_s / fastest - 1) / _NEARLY), *_plainness(entry.run)))
     best, others = ranked[0], _unlike(ranked[1:], space.runners_up)
+    if space.partition == "self_adapting":
+        best = refine(cost_model, best)
     return SearchResult(
         best=replace(best, reason=_why(best, others)),
         runners_up=tuple(replace(entry, reason=_why_not(entry, best)) for entry in others),
@@ -368,10 +263,6 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
 
 
 # the choice and its reasons
-
-
-def _fits(entry: Prediction) -> bool:
-    return all(mine <= limit * (1 + 1e-9) for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
 
 
 def _rank(entry: Prediction) -> float:

@@ -29,7 +29,7 @@ from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Traini
 from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import make_self_adapting_partition
-from lightning_holmes.plan.planner import predict
+from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
 
 _GBIT = 1e9 / 8

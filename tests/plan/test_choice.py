@@ -16,7 +16,7 @@ from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
-from lightning_holmes.plan.planner import predict
+from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
 
 LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e6, held_bytes=2e6)
@@ -64,14 +64,14 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
 
 
 @pytest.mark.parametrize("head", [0.0, 2.5])
-@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7)])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7), (1.0, 0.45)])
 def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], head: float) -> None:
     model = costs(speeds=speeds, head=head, bandwidth=1e6)
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     choice = choose_by_costs(options, model, LAYOUT, batch_size=16)
     assert choice.prediction is not None
     every = [predict(model, choice.prediction.run, Partition((first, 12 - first))).step_s for first in range(1, 12)]
-    assert choice.prediction.step_s <= min(every) * 1.02
+    assert choice.prediction.step_s <= min(every) * 1.01
 
 
 def test_the_fastest_candidate_of_all_is_taken() -> None:

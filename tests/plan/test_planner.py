@@ -11,7 +11,8 @@ from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Traini
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import make_partition
-from lightning_holmes.plan.planner import SearchSpace, predict, search
+from lightning_holmes.plan.planner import SearchSpace, search
+from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
 
 A100 = find_device_type("A100-80GB")

@@ -1,5 +1,6 @@
 """Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from launch import launch
 from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
-from lightning_holmes.live_plan import alike_speeds
+from lightning_holmes.live_costs import alike_speeds
 from lightning_holmes.plan.plan import Plan
 
 
@@ -38,6 +39,15 @@ def test_layers_go_by_cost_and_a_validation_behind_keeps_them(tmp_path: Path) ->
     assert "self_adapting" in note(first, "partition") and "FLOPs counted" in note(first, "prediction")
     assert "samples" in note(first, "num_microbatches")
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
+
+
+def test_one_stage_for_each_cluster_is_compared_with_other_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text("clusters:\n" + "".join(f"- {{name: {n}, hosts: [{{name: {n}, devices: 1}}]}}\n" for n in "ab"))
+    (first, _) = run(tmp_path, "uneven", pipeline_parallel_size="auto", num_chunks=1, topology=str(path))
+    others = note(first, "samples a second by prediction with another pipeline_parallel_size")
+    assert re.search(r": 1: \d+\.\d\dx$", others), others
+    assert first["layers"] == (1, 5), "what is told is not taken"
 
 
 def test_layers_may_be_timed_instead(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""Costs of a module on the hosts of a job: what its layers cost, and how fast each rank works; found by all ranks together.
+
+Costs come from a profile of one small microbatch (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
+the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
+(``profile="measure"``; on several hosts without GPUs also by itself).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.admission import step_arguments
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
+from lightning_holmes.pipeline.profile import profile_step
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+
+if TYPE_CHECKING:
+    from lightning_holmes.live_plan import PlanRequest
+
+_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
+_MEASURE_S = 1.5  # of timing the layers, at the least
+_LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
+# Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
+# others use, too.
+_ALIKE = {"cpu": 0.85, "cuda": 0.97}
+# Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
+# so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
+_STEP_OPERATORS = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A profile, the work a second of each rank by which its unit is divided, and how both came about."""
+
+    model: ModelCost
+    speeds: tuple[float, ...]
+    memory: tuple[float, ...]
+    described: str
+    update_s_per_byte: float = 0.0
+    own_s: float = 0.0
+
+
+def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
+    """What the ranks find out together: costs (on rank 0 whole), why there are none, or None where nobody asks.
+
+    Every rank must call.
+    """
+    size = request.layout.placement.pipeline_parallel_size
+    wanted = size > 1 and (request.options.leaves_open or request.predicts)
+    if not wanted:
+        return None
+    if request.batch is None or request.lesson.batch_size is None:
+        return "nothing is trained" if request.batch is None else "the samples of a batch cannot be told"
+    if request.layout.placement.tensor_parallel_size > 1:
+        return "layers that are shared out over several ranks are not profiled"
+    if structure.changed_parameters:
+        return f"a step changes {structure.changed_parameters[0]} in place"
+    several = request.layout.num_hosts > 1
+    if request.world_size > 1:
+        dist.barrier()
+    speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
+    how = "FLOPs counted"
+    # FLOPs do not tell how small microbatches slow a CPU down; on one host the ranks would time each other's load
+    if request.profile == "measure" or (request.profile == "auto" and several and request.device.type == "cpu"):
+        measured = _measured(request, structure, speed)
+        if isinstance(measured, Costs):
+            return measured
+        if request.profile == "measure":
+            how += f" ({measured}, when it was to be timed)"
+    speeds: list[DeviceSpeed] = _everyone(request, speed)
+    if request.rank != 0:
+        return None
+    found = _profiled(request, structure, samples=2, mode="fake", operator_s=max(s.operator_s for s in speeds))
+    if isinstance(found, str):
+        return found
+    return Costs(
+        model=found,
+        speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
+        memory=tuple(s.memory_bytes for s in speeds),
+        described=f"{how}; {_described(request, rates)}",
+        own_s=_STEP_OPERATORS * max(s.operator_s for s in speeds),
+    )
+
+
+def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
+    """Every rank times all layers; the costs are rank 0's, the speeds of the others are relative to it."""
+    samples = _microbatch_samples(request)
+    sizes = (samples,) if request.options.num_microbatches != "auto" or samples == 1 else (samples // 2, samples)
+    found: list[ModelCost] = []
+    problem = None
+    for number in sizes:
+        cost = _profiled(request, structure, samples=number, mode="measure", operator_s=0.0)
+        if isinstance(cost, str):
+            problem = cost
+            break
+        found.append(cost)
+    update = _time_update(request.device)
+    mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
+    everyone: list[Any] = _everyone(request, mine)
+    problems = [entry[0] for entry in everyone if entry[0] is not None]
+    if problems:
+        return str(problems[0])
+    model = found[-1] if len(found) == 1 else _with_fixed_seconds(*found)
+    seconds = [entry[1] for entry in everyone]
+    speeds = alike_speeds([seconds[0] / taken for taken in seconds], request.device.type)
+    return Costs(
+        model=model,
+        speeds=speeds,
+        memory=tuple(entry[2].memory_bytes for entry in everyone),
+        described=f"layers timed on every rank; {_described(request, speeds)}",
+        update_s_per_byte=max(entry[3] for entry in everyone),
+        own_s=_STEP_OPERATORS * max(entry[2].operator_s for entry in everyone),
+    )
+
+
+def _microbatch_samples(request: PlanRequest) -> int:
+    batch_size, count = request.lesson.batch_size or 1, request.options.num_microbatches
+    if count == "auto":
+        count = 4 * request.layout.placement.pipeline_parallel_size
+    return -(-batch_size // min(count, batch_size))
+
+
+def _with_fixed_seconds(small: ModelCost, large: ModelCost) -> ModelCost:
+    """Costs from two sizes of microbatch: what does not grow with the samples is fixed."""
+    ratio = large.microbatch_samples / small.microbatch_samples
+
+    def join(one: LayerCost, other: LayerCost) -> LayerCost:
+        fixed = [
+            min(max(0.0, (ratio * before - after) / (ratio - 1)), 0.9 * after)
+            for before, after in ((one.forward, other.forward), (one.backward, other.backward))
+        ]
+        return replace(
+            other,
+            forward=other.forward - fixed[0],
+            backward=other.backward - fixed[1],
+            fixed_forward_s=fixed[0],
+            fixed_backward_s=fixed[1],
+        )
+
+    return replace(
+        large,
+        before=join(small.before, large.before),
+        layers=tuple(join(one, other) for one, other in zip(small.layers, large.layers, strict=True)),
+        after=join(small.after, large.after),
+    )
+
+
+def _profiled(
+    request: PlanRequest,
+    structure: ModuleStructure,
+    *,
+    samples: int,
+    mode: Literal["fake", "measure"],
+    operator_s: float,
+) -> ModelCost | str:
+    """The costs of a microbatch of at most so many samples on this rank; or why they cannot be had."""
+    module, whole = request.module, request.lesson.batch_size or 1
+    parts = max(1, -(-whole // samples))
+    own = getattr(module, "split_batch", None)
+    try:
+        with preserved_random_state(request.device), request.stand_ins() if mode == "fake" else nullcontext():
+            if callable(own) and parts > 1:
+                part = next(iter(own(request.batch, parts)))
+            else:
+                part = request.splitter.split(request.batch, parts)[0]
+            part = tree.map_tensors(torch.Tensor.clone, part)
+            arguments = (part, *([0] * (step_arguments(module, "training_step") - 1)))
+            return profile_step(
+                module,
+                arguments,
+                structure=structure,
+                mode=mode,
+                context=request.context,
+                microbatch_samples=-(-whole // parts),
+                operator_s=operator_s,
+                may_run=sum(p.numel() for p in module.parameters()) <= _LARGEST_RUN,
+                seconds=_MEASURE_S,
+            )
+    except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
+
+
+def _time_update(device: torch.device) -> float:
+    """Seconds of AdamW's step for each byte of parameters: what optimizers of its kind cost."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 19, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+
+    def step() -> torch.Tensor:
+        optimizer.step()
+        return parameter
+
+    return 1 / rate(device, 0.1, 1, step) / (parameter.numel() * parameter.element_size())
+
+
+def _everyone(request: PlanRequest, mine: Any) -> list[Any]:
+    if request.world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * request.world_size
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
+    """Measured speeds, with those that a measurement cannot tell apart made the same: each group's mean, the fastest first."""
+    threshold = _ALIKE.get(device_type, 0.85)
+    order = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
+    result = list(speeds)
+    while order:
+        group = [rank for rank in order if speeds[rank] >= threshold * speeds[order[0]]]
+        mean = math.fsum(speeds[rank] for rank in group) / len(group)
+        for rank in group:
+            result[rank] = mean
+        order = [rank for rank in order if rank not in group]
+    return tuple(result)
+
+
+def _described(request: PlanRequest, speeds: Sequence[float]) -> str:
+    """How fast the clusters are, in words."""
+    fastest = max(speeds)
+    if min(speeds) == fastest:
+        return "all ranks alike"
+    by_cluster: dict[str, float] = {}
+    for rank, (cluster, _) in enumerate(request.layout.topology.places()):
+        by_cluster[cluster.name] = min(by_cluster.get(cluster.name, math.inf), speeds[rank] / fastest)
+    return "relative speeds " + ", ".join(f"{name} {speed:.2f}" for name, speed in list(by_cluster.items())[:8])

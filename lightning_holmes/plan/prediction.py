@@ -1,0 +1,125 @@
+"""Prediction: what one way of running a step costs, by simulation.
+
+prediction = predict(cost_model, run, partition)
+prediction.step_s, prediction.samples_per_s, prediction.memory_bytes
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_holmes.plan.cost_model import CostModel, RunShape
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.simulator import StepCosts, simulate
+from lightning_holmes.plan.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one way of running a step is predicted to cost.
+
+    Attributes:
+        model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
+        peak_flops_per_s: of all devices.
+        nic_bytes: by transport, what the busiest host's cards send in a step.
+        memory_bytes, memory_limits: by pipeline rank.
+        reason: why it was chosen, or what it lacks against the one that was.
+    """
+
+    run: RunShape
+    partition: Partition
+    timeline: Timeline
+    costs: StepCosts
+    batch_samples: int
+    tokens_per_sample: int | None
+    model_flops: float
+    hardware_flops: float
+    peak_flops_per_s: float
+    nic_bytes: dict[str, float]
+    memory_limits: tuple[float, ...]
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second, over all replicas."""
+        return self.batch_samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second, where a sample's tokens are known."""
+        return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
+
+    @property
+    def flops_per_s_per_device(self) -> float:
+        """Hardware FLOP/s of a device: recomputation counts, as in the tables of Megatron-LM and Holmes."""
+        return self.hardware_flops / self.step_s / self.run.layout.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: without recomputation, against the devices' peak."""
+        return self.model_flops / self.step_s / self.peak_flops_per_s
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Peak of each pipeline rank."""
+        return self.timeline.peak_memory_bytes
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON; docs/planning.md documents the keys."""
+        layout = self.run.layout
+        return {
+            "pipeline_parallel_size": layout.pipeline,
+            "tensor_parallel_size": layout.tensor,
+            "data_parallel_size": layout.data,
+            "across_clusters": layout.across,
+            "schedule": self.run.schedule,
+            "num_chunks": self.run.num_chunks,
+            "num_microbatches": self.run.num_microbatches,
+            "microbatch_samples": self.run.microbatch_samples,
+            "recomputation": self.run.recomputation,
+            "partition": list(self.partition.layer_counts),
+            "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_s_per_device": self.flops_per_s_per_device,
+            "mfu": self.mfu,
+            "bubble_share": self.timeline.bubble_share,
+            "exposed_s": {axis: seconds / layout.pipeline for axis, seconds in self.timeline.exposed_s.items()},
+            "nic_bytes_per_step": dict(self.nic_bytes),
+            "memory_bytes": list(self.memory_bytes),
+            "memory_limit_bytes": list(self.memory_limits),
+            "reason": self.reason,
+        }
+
+
+def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Prediction:
+    """Simulate one way of running a step."""
+    costs = cost_model.step_costs(run, partition)
+    model, training = cost_model.model, cost_model.training
+    per_sample = [
+        (made.forward + made.backward) / made.microbatch_samples
+        for made in (model, model.with_recomputation() if run.recomputation else model)
+    ]
+    flops = [work * training.batch_samples if model.unit == "flops" else 0.0 for work in per_sample]
+    return Prediction(
+        run=run,
+        partition=partition,
+        timeline=simulate(run.make_schedule(), costs),
+        costs=costs,
+        batch_samples=training.batch_samples,
+        tokens_per_sample=model.tokens_per_sample,
+        model_flops=flops[0],
+        hardware_flops=flops[1],
+        peak_flops_per_s=cost_model.peak_flops_per_s(),
+        nic_bytes=cost_model.nic_bytes(run, partition),
+        memory_limits=cost_model.memory_limits(run.layout),
+    )
+
+
+def fits(entry: Prediction) -> bool:
+    """Whether every pipeline rank has the memory that it needs."""
+    return all(mine <= limit * (1 + 1e-9) for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
