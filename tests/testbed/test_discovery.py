@@ -7,7 +7,7 @@ import pytest
 from launch import forked_python
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
-from lightning_holmes.cluster.topology import LinkSpeed, Topology
+from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
@@ -30,7 +30,7 @@ def bed(testbed_works: None) -> Iterator[Testbed]:
         yield built
 
 
-def discover(bed: Testbed, cache: Path) -> Topology:
+def discover_once(bed: Testbed, cache: Path) -> Topology:
     results = bed.run(
         [*forked_python(), str(Path(__file__).parent / "discover.py")],
         node_order=["b-1", "a-0", "b-0", "a-1"],
@@ -42,18 +42,28 @@ def discover(bed: Testbed, cache: Path) -> Topology:
     return Topology.from_json(line.removeprefix("found: "), source="rank 0")
 
 
-def is_right(speed: LinkSpeed) -> bool:
+def discover(bed: Testbed, cache: Path) -> Topology:
+    """Up to three times: beside other work on two cores a rate comes out low at times."""
+    for _ in range(3):
+        topology = discover_once(bed, cache)
+        if all(map(is_right, [*measured(topology), *topology.links])):
+            break
+    return topology
+
+
+def measured(topology: Topology) -> list[LinkSpeed]:
+    """The speeds inside clusters that are not merely stated."""
+    return [speed for cluster in topology.clusters for speed in cluster.speeds if speed.measured]
+
+
+def is_right(speed: LinkSpeed | Link) -> bool:
     """Within 15 % of the rate of the testbed."""
     return speed.bandwidth_bytes_per_s == pytest.approx(RATES[speed.transport], rel=0.15)
 
 
 def test_clusters_and_speeds_are_found(bed: Testbed, tmp_path: Path) -> None:
     before = bed.counters()
-    for _ in range(3):  # beside other work on two cores a rate comes out low at times
-        topology = discover(bed, tmp_path)
-        speeds = [speed for cluster in topology.clusters for speed in cluster.speeds]
-        if all(map(is_right, speeds)):
-            break
+    topology = discover(bed, tmp_path)
     after = bed.counters()
     assert [(cluster.fabric, [(host.name, host.ranks) for host in cluster.hosts]) for cluster in topology.clusters] == [
         ("infiniband", [("a-0", (1,)), ("a-1", (3,))]),
@@ -62,8 +72,8 @@ def test_clusters_and_speeds_are_found(bed: Testbed, tmp_path: Path) -> None:
     assert topology.warnings == () and topology.unreachable == ()
     for cluster in topology.clusters:
         assert [speed.transport for speed in cluster.speeds] == [cluster.fabric, "ethernet"]
-    assert all(speed.measured and is_right(speed) for speed in speeds), speeds
-    assert topology.links[0].bandwidth_bytes_per_s == pytest.approx(5e6, rel=0.15)
+    assert len(measured(topology)) == 4 and all(map(is_right, measured(topology))), topology.clusters
+    assert is_right(topology.links[0])
     # what was measured as InfiniBand went over that card: half a second at its rate
     fast = after["a-0"]["mlx5_0"].sent - before["a-0"]["mlx5_0"].sent
     fast += after["a-1"]["mlx5_0"].sent - before["a-1"]["mlx5_0"].sent
@@ -81,6 +91,6 @@ def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Pat
     assert roce.fabric == "roce" and roce.fallback is not None and "b-0: mlx5_1 is down" in roce.fallback
     assert any(roce.fallback in warning for warning in topology.warnings)
     speed = roce.speed("ethernet")
-    assert speed is not None and speed.bandwidth_bytes_per_s == pytest.approx(5e6, rel=0.15)
+    assert speed is not None and is_right(speed)
     stated = roce.speed("roce")
     assert stated is not None and not stated.measured
