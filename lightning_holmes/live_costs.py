@@ -2,7 +2,7 @@
 
 Costs come from a profile of one small microbatch (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
 the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
-(``profile="measure"``; on several hosts without GPUs also by itself).
+(``profile="measure"``, and ``"auto"`` on several hosts without GPUs).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,9 @@ from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, ra
 from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.tape import is_absent
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-
-if TYPE_CHECKING:
-    from lightning_holmes.live_plan import PlanRequest
+from lightning_holmes.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
 _MEASURE_S = 1.5  # of timing the layers, at the least
@@ -70,13 +69,11 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         dist.barrier()
     speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
     how = "FLOPs counted"
-    # FLOPs do not tell how small microbatches slow a CPU down; on one host the ranks would time each other's load
-    if request.profile == "measure" or (request.profile == "auto" and several and request.device.type == "cpu"):
+    if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
         measured = _measured(request, structure, speed)
         if isinstance(measured, Costs):
             return measured
-        if request.profile == "measure":
-            how += f" ({measured}, when it was to be timed)"
+        how += f" ({measured}, when it was to be timed)"
     speeds: list[DeviceSpeed] = _everyone(request, speed)
     if request.rank != 0:
         return None
@@ -90,6 +87,14 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         described=f"{how}; {_described(request, rates)}",
         own_s=_STEP_OPERATORS * max(s.operator_s for s in speeds),
     )
+
+
+def _may_be_timed(request: PlanRequest) -> bool:
+    """Whether "auto" times the layers: on CPUs, of which FLOPs do not tell how small microbatches slow them down, and where a
+    whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
+    parameters = list(request.module.parameters())
+    real = not any(map(is_absent, parameters))
+    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= _LARGEST_RUN
 
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:

@@ -11,83 +11,31 @@ topology``) or at the start, or those that are stated. Where there are no costs 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError
-from lightning_holmes.job_layout import JobLayout
-from lightning_holmes.learning import Lesson
 from lightning_holmes.live_costs import Costs, find_costs
-from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without_costs, repeat_choice
 from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.cost_model import CostModel, Layout, Training
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.prediction import Prediction, fits
+from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan_request import LivePlan, PlanRequest
 
-ProfileKind = Literal["auto", "flops", "measure"]
 _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
 _FRAMES = 1448 / 1514  # what TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # of a rank's own time to start a transfer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What :func:`decide` works from.
-
-    Attributes:
-        batch: of the training step on this rank's device; None where nothing is trained.
-        stand_ins: gives values to a module that was built without memory, while it is profiled.
-        context: of a training step (precision).
-        former: the plan and choice of the run before of this strategy, whose layout is kept.
-        predicts: a prediction is wanted even where everything is settled.
-        topology_given: the user has described the clusters and their links.
-    """
-
-    module: pl.LightningModule
-    batch: Any
-    lesson: Lesson
-    options: PlanOptions
-    layout: JobLayout
-    profile: ProfileKind
-    splitter: BatchSplitter
-    device: torch.device
-    rank: int
-    world_size: int
-    context: Callable[[], Any]
-    stand_ins: Callable[[], AbstractContextManager[None]]
-    former: LivePlan | None = None
-    predicts: bool = False
-    topology_given: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LivePlan:
-    """The plan of a run, how it was chosen, and the prediction of a step, where costs are known."""
-
-    plan: Plan
-    choice: Choice | None
-    num_layers: int
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """What a step is predicted to cost."""
-        return None if self.choice is None else self.choice.prediction
 
 
 def decide(request: PlanRequest) -> LivePlan:
@@ -153,64 +101,60 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     )
     if costs is None or isinstance(costs, str):
         return without(reason=costs)
-    try:
-        choice = _choose_by_costs(request, structure, costs, forbidden)
-    except ConfigurationError:
-        if not forbidden:
-            raise
-        return without(reason="no cut is free")  # the check of the partition names the value that it would lose
-    if options.pipeline_parallel_size != "auto" or not isinstance(options.partition, str):
-        return choice
-    return replace(choice, notes=(*choice.notes, *_other_pipelines(request, structure, costs, forbidden, choice)))
-
-
-def _choose_by_costs(
-    request: PlanRequest, structure: ModuleStructure, costs: Costs, forbidden: Sequence[int]
-) -> Choice:
-    """The best for the placement as it stands."""
-    assert request.lesson.batch_size is not None
-    cost_model, layout, note = _cost_model(request, costs, forbidden)
-    choice = choose_by_costs(
-        request.options,
-        cost_model,
-        layout,
+    cost_model, layout, guessed = _cost_model(request, costs, forbidden)
+    choose = functools.partial(
+        choose_by_costs,
+        options,
         batch_size=request.lesson.batch_size,
         not_interleaved=_not_interleaved(request, structure),
         # bears links that are slower than stated
         prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
         described=costs.described,
     )
-    return replace(choice, notes=(*choice.notes, note)) if note else choice
+    try:
+        choice = choose(cost_model, layout)
+    except ConfigurationError:
+        if not forbidden:
+            raise
+        return without(reason="no cut is free")  # the check of the partition names the value that it would lose
+    notes = [guessed] if guessed else []
+    if options.pipeline_parallel_size == "auto" and isinstance(options.partition, str):
+        lengths = _other_lengths(request, structure)
+        made = {length: _cost_model(_with_pipeline(request, length), costs, forbidden) for length in lengths}
+        # beside links that are known, a length that needs others would be compared by a guess
+        comparable = {length: found[:2] for length, found in made.items() if bool(found[2]) == bool(guessed)}
+        notes += _tell_others(choice, choose, comparable)
+    return replace(choice, notes=(*choice.notes, *notes))
 
 
-def _other_pipelines(
-    request: PlanRequest, structure: ModuleStructure, costs: Costs, forbidden: Sequence[int], choice: Choice
+def _other_lengths(request: PlanRequest, structure: ModuleStructure) -> list[int]:
+    """The next shorter pipeline and the next longer one that the ranks allow."""
+    size = request.layout.placement.pipeline_parallel_size
+    possible = [n for n in range(1, structure.num_layers + 1) if request.world_size % n == 0]
+    return [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
+
+
+def _with_pipeline(request: PlanRequest, length: int) -> PlanRequest:
+    """The request as if the ranks were laid out so."""
+    placement = make_placement(request.layout.topology, world_size=request.world_size, pipeline_parallel_size=length)
+    return replace(request, layout=replace(request.layout, placement=placement))
+
+
+def _tell_others(
+    choice: Choice, choose: Callable[[CostModel, Layout], Choice], others: Mapping[int, tuple[CostModel, Layout]]
 ) -> list[str]:
-    """What the next shorter and the next longer pipeline would give. They are not taken by themselves: other sizes mean
-    other numbers of replicas, each with a batch of its own, and what is learnt must not hang on a measurement."""
-    placement, topology = request.layout.placement, request.layout.topology
-    size, num_places = placement.pipeline_parallel_size, request.world_size // placement.tensor_parallel_size
-    possible = [s for s in range(1, min(num_places, structure.num_layers) + 1) if num_places % s == 0]
-    others = [*[s for s in possible if s < size][-1:], *[s for s in possible if s > size][:1]]
+    """What other lengths of the pipeline would give. They are not taken by themselves: other numbers of replicas go with
+    them, each with a batch of its own, and what is learnt must not hang on a measurement."""
     chosen, shown = choice.prediction, []
     assert chosen is not None
-    for other in others:
+    for length, (cost_model, layout) in others.items():
         try:
-            layout = replace(
-                request.layout,
-                placement=make_placement(
-                    topology,
-                    world_size=request.world_size,
-                    pipeline_parallel_size=other,
-                    tensor_parallel_size=placement.tensor_parallel_size,
-                ),
-            )
-            found = _choose_by_costs(replace(request, layout=layout), structure, costs, forbidden).prediction
-            assert found is not None
-        except ConfigurationError:
+            found = choose(cost_model, layout).prediction
+        except ConfigurationError:  # the options do not fit this length
             continue
+        assert found is not None
         ratio = f"{found.samples_per_s / chosen.samples_per_s:.2f}x"
-        shown.append(f"{other}: {ratio if fits(found) else 'does not fit the memory'}")
+        shown.append(f"{length}: {ratio if fits(found) else 'does not fit the memory'}")
     return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}"] if shown else []
 
 

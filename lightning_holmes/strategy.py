@@ -36,7 +36,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError, Unsupported
 from lightning_holmes.grad_norm import GradNormExchange
 from lightning_holmes.gradients import GradientOptions, Gradients
 from lightning_holmes.learning import Lesson, learn
-from lightning_holmes.live_plan import LivePlan, PlanRequest, ProfileKind, decide
+from lightning_holmes.live_plan import decide
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.parameter_groups import ParameterGroups
@@ -54,6 +54,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.plan_request import LivePlan, PlanRequest, ProfileKind
 from lightning_holmes.replica_metrics import ReplicaMetrics
 from lightning_holmes.signals import BatchSignals
 from lightning_holmes.split_trial import SplitTrial
@@ -81,7 +82,8 @@ class HolmesStrategy(SteppingStrategy):
             show that to be faster.
         num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen.
         partition: "self_adapting": layers are dealt so that the slowest stage is as fast as it can be, by the costs of the
-            layers, with what runs before and behind them, and the speeds of the hosts; "proportional": in proportion to
+            layers, with what runs before and behind them, and the speeds of the hosts, and moved where that makes the
+            simulated step faster; "proportional": in proportion to
             these speeds; "uniform": by count; or the number of layers of each stage.
         plan: a plan file of another run (its plan.yaml), which decides all of these, and is refused where it was made for
             other clusters or another module.
@@ -605,9 +607,9 @@ class HolmesStrategy(SteppingStrategy):
             self._gradients.close()
             self._gradients = None
         self._driver = self._state = self._builder = self._trial = None
-        self._stop_watching()
         publish_coordinate(None)
         if self.lightning_module is not None and sharded.has_sharded_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
         self._keeper.finish(failed=self._failed, alone=self.world_size == 1)
+        self._stop_watching()  # at last: where a link has just been cut it waits, and a checkpoint should not

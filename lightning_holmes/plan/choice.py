@@ -147,14 +147,15 @@ def choose_by_costs(
             entry[0].num_microbatches,
         ),
     )
+    dealt = best  # what others are compared with: their layers have not been moved either
     if options.partition == "self_adapting":
-        best = refine(cost_model, best)
+        best = refine(cost_model, dealt)
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":
-        notes.append(_microbatch_note(run, best, found, counted))
+        notes.append(_microbatch_note(run, dealt, found, counted))
     if options.schedule == "auto":
-        notes.append(_schedule_note(run, best, found, not_interleaved))
+        notes.append(_schedule_note(run, dealt, found, not_interleaved))
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
     return Choice(
         partition=best.partition,

@@ -20,7 +20,8 @@ _MOST = 64  # simulations
 def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
     """The prediction with the best partition that single moves lead to; the same one where none saves 1 %.
 
-    Cuts that are forbidden and partitions that do not fit the memory are not tried.
+    Cuts that are forbidden are not tried, nor are partitions that do not fit the memory. It ends after 64 simulations, and
+    where stages x microbatches are more than 2048 there is none.
     """
     run, best = prediction.run, prediction
     if best.partition.num_stages * run.num_microbatches > _LARGEST:
