@@ -101,6 +101,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     )
     if costs is None or isinstance(costs, str):
         return without(reason=costs)
+    assert request.lesson.batch_size is not None
     cost_model, layout, guessed = _cost_model(request, costs, forbidden)
     choose = functools.partial(
         choose_by_costs,

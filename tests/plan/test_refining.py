@@ -5,6 +5,7 @@ from test_choice import LAYOUT, costs
 
 from lightning_holmes.plan.cost_model import CostModel, RunShape
 from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.planner import SearchSpace, search
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.refining import refine
 
@@ -29,6 +30,12 @@ def test_a_slow_link_takes_layers_from_the_slow_rank() -> None:
     before = first_dealt(model)
     assert before.partition.layer_counts == (7, 3)
     assert refine(model, before).partition.layer_counts == (8, 2)
+
+
+def test_the_planner_moves_layers_of_its_best_plan() -> None:
+    model = costs(speeds=(1.0, 0.45), bandwidth=2e5, layers=10)
+    space = SearchSpace(pipeline=(2,), schedules=("1f1b",), num_microbatches=(8,), recomputation=(False,))
+    assert search(model, space).best.partition.layer_counts == (8, 2)
 
 
 def test_forbidden_cuts_and_too_little_memory_are_left_alone() -> None:
