@@ -2,7 +2,7 @@
 
 plan/transport.py chooses; here the choice becomes a gloo device on an interface, or the network module of an NCCL
 communicator and the variables that NCCL reads once a process. What the user has set by NCCL's or gloo's own variables
-is respected, or refused where a group cannot work with it; it is never overridden.
+is respected, never overridden; NCCL_NET and NCCL_IB_HCA are refused where a group cannot work with them.
 
     transports = GroupTransports(chooser, rank=0, backend="gloo", user=UserSettings.read())
     transports.interface(ranks)         # "eth1": where gloo connects this group
@@ -21,7 +21,8 @@ from pathlib import Path
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
 
-# Read by NCCL in this order; an environment variable wins over both (NCCL's documentation, "Environment Variables").
+# Read by NCCL in this order, the first one from NCCL_CONF_FILE where that is set (NCCL 2.23); an environment variable wins
+# over both (NCCL's documentation, "Environment Variables").
 _NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
 _OWN = "HOLMES_SET_"  # before a variable's name: what this package has set it to
 _WATCHED = ("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
@@ -38,7 +39,8 @@ class UserSettings:
         """From the environment, and for NCCL from its configuration files."""
         environment = os.environ if environment is None else environment
         values: dict[str, tuple[str, str]] = {}
-        for name in files:
+        own_file = environment.get("NCCL_CONF_FILE")
+        for name in (own_file, *files[1:]) if own_file else files:
             path = Path(name).expanduser()
             try:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -42,5 +42,5 @@ def check_plan(
         differences.append(f"it deals {plan.partition.num_layers} layers, this model has {num_layers}")
     if differences:
         raise ConfigurationError(
-            f"{source} is not for this run: {'; '.join(differences)}. Make it anew with lightning-holmes plan, or leave it out"
+            f"{source} is not for this run: {'; '.join(differences)}. Take the plan.yaml of a run like this one, or leave it out"
         )

@@ -128,6 +128,10 @@ def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path
     assert settings.describe("NCCL_IB_HCA") == "NCCL_IB_HCA=mlx5_0 in the environment"
     assert settings.get("NCCL_DEBUG") is None
     assert settings.facts() == {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "off", "GLOO_SOCKET_IFNAME": "not set"}
+    named = tmp_path / "named.conf"
+    named.write_text("NCCL_NET=IB\n")
+    settings = UserSettings.read({"NCCL_CONF_FILE": str(named)}, files=[str(path), str(tmp_path / "none")])
+    assert settings.describe("NCCL_NET") == f"NCCL_NET=IB in {named}" and settings.get("NCCL_IB_HCA") is None
 
 
 @pytest.mark.parametrize(
