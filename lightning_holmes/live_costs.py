@@ -8,6 +8,7 @@ the speed of each host from a short measurement that all ranks make at the same 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ _LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one
 # Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
 # others use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
+_NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as a factor
 # Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
 # so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
@@ -108,7 +110,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         if isinstance(cost, str):
             problem = cost
             break
-        found.append(cost)
+        found.append(alike_layers(cost))
     update = _time_update(request.device)
     mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
     everyone: list[Any] = _everyone(request, mine)
@@ -230,6 +232,28 @@ def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]
             result[rank] = mean
         order = [rank for rank in order if rank not in group]
     return tuple(result)
+
+
+def alike_layers(model: ModelCost) -> ModelCost:
+    """Timed layers that hold and send as many bytes, with the mean of their seconds where these differ by no more than a
+    measurement's noise. Layers that are alike are dealt exactly and at once; others with several chunks a rank are not."""
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        key = (layer.parameter_bytes, layer.trained_bytes, layer.activation_bytes, layer.held_bytes)
+        kinds.setdefault(key, []).append(index)
+    layers = list(model.layers)
+    for members in kinds.values():
+        middle = statistics.median(layers[index].forward + layers[index].backward for index in members)
+        near = [index for index in members if _is_near(layers[index].forward + layers[index].backward, middle)]
+        forward = math.fsum(layers[index].forward for index in near) / max(1, len(near))
+        backward = math.fsum(layers[index].backward for index in near) / max(1, len(near))
+        for index in near:
+            layers[index] = replace(layers[index], forward=forward, backward=backward)
+    return replace(model, layers=tuple(layers))
+
+
+def _is_near(seconds: float, middle: float) -> bool:
+    return middle / _NOISE <= seconds <= middle * _NOISE
 
 
 def _described(request: PlanRequest, speeds: Sequence[float]) -> str:

@@ -18,7 +18,7 @@ from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
 from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
 from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 
@@ -123,7 +123,11 @@ def choose_by_costs(
         except ConfigurationError as error:
             trouble = trouble or error
             continue
-        found.append((run, predict(cost_model, run, partition)))
+        made = predict(cost_model, run, partition)
+        if options.partition == "self_adapting" and run.num_chunks > 1:
+            # of unlike layers, the slowest rank's optimum may have chunks of very unlike sizes, and wait between them
+            made = min([made, *_by_count(cost_model, run)], key=lambda entry: (not fits(entry), entry.step_s))
+        found.append((run, made))
     if not found:
         assert trouble is not None
         raise trouble
@@ -235,6 +239,13 @@ def _deal(options: PlanOptions, cost_model: CostModel, run: RunShape, *, limit_m
     speeds = [by_rank[stage % run.layout.pipeline] for stage in range(stages)]
     balance = cost_model.balance(run, limit_memory=limit_memory) if options.partition == "self_adapting" else None
     return make_partition(options.partition, num_layers, stages, speeds=speeds, balance=balance)
+
+
+def _by_count(cost_model: CostModel, run: RunShape) -> list[Prediction]:
+    """With the same number of layers for each stage, where every cut is free."""
+    uniform = make_uniform_partition(cost_model.model.num_layers, run.layout.pipeline * run.num_chunks)
+    cuts = {uniform.layers_of(stage)[-1] for stage in range(uniform.num_stages - 1)}
+    return [] if cuts & set(cost_model.model.forbidden_cuts) else [predict(cost_model, run, uniform)]
 
 
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:

@@ -108,6 +108,22 @@ def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
 
 
+def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
+    model = costs(layers=12, bandwidth=1e6)
+    factors = (1.02, 0.97, 1.0, 1.03, 0.99, 1.01, 0.98, 1.0, 1.03, 0.97, 1.02, 0.98)
+    layers = tuple(dataclasses.replace(LAYER, forward=factor, backward=2 * factor) for factor in factors)
+    model.model = dataclasses.replace(model.model, layers=layers)
+    choice = choose_by_costs(
+        dataclasses.replace(LEFT_OPEN, schedule="interleaved_1f1b", num_chunks=3, num_microbatches=4),
+        model,
+        LAYOUT,
+        batch_size=8,
+    )
+    assert choice.prediction is not None
+    by_count = predict(model, choice.prediction.run, make_uniform_partition(12, 6))
+    assert choice.prediction.step_s <= by_count.step_s
+
+
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)

@@ -9,7 +9,8 @@ from launch import launch
 from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
-from lightning_holmes.live_costs import alike_speeds
+from lightning_holmes.live_costs import alike_layers, alike_speeds
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan import Plan
 
 
@@ -88,6 +89,17 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "classifier")
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+def test_layers_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
+    def layer(seconds: float, held: float = 1e6) -> LayerCost:
+        return LayerCost(forward=seconds, backward=2 * seconds, parameter_bytes=1e6, held_bytes=held)
+
+    layers = (layer(1.0), layer(1.1), layer(0.9), layer(3.0), layer(1.05, held=2e6))
+    found = alike_layers(ModelCost(unit="seconds", microbatch_samples=1, layers=layers)).layers
+    assert found[0] == found[1] == found[2]
+    assert (found[0].forward, found[0].backward) == pytest.approx((1.0, 2.0))
+    assert found[3:] == layers[3:], "one of another speed, and one that holds more"
 
 
 def test_speeds_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
