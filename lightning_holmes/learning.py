@@ -111,9 +111,21 @@ def _learn(
             reason = describe_batch_dependence(module, batch, arguments[1:], splitter, context=step_context)
             if reason is not None:
                 rank_zero_warn(reason)
+        if found.kept_values and (splits or (not training and size > 1 and wanted not in (1, "auto"))):
+            rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         structure = found if structure is None else structure.merged(found)
         layers = structure.layers
     return Lesson(structure=structure, batch_size=batch_size)
+
+
+def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:
+    """What a step that runs for each microbatch does to attributes that it changes."""
+    argument = "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        f"{type(module).__name__}.{step_name} changes {shown} on the module. It runs once for each microbatch, so with several of "
+        f"them that happens as many times a batch, where plain Lightning does it once; {argument}=1 does, too"
+    )
 
 
 def _check_batch_size(batch_size: int, num_microbatches: Any) -> None:

@@ -47,7 +47,8 @@ class ModuleStructure:
     ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a parameter's value is read, not through the hidden state.
     ``buffer_writers[name]``: the last position at which a buffer is written. ``early_changes``: buffers,
     attributes and metrics that the step changes outside of the layers and before their end.
-    ``changed_parameters``: those that a layer changes in place in its forward.
+    ``changed_parameters``: those that a layer changes in place in its forward. ``kept_values``: Python values that the step
+    changes on the module, wherever it does.
     """
 
     layers: str
@@ -59,6 +60,7 @@ class ModuleStructure:
     step_metrics: tuple[str, ...] = ()
     early_changes: tuple[str, ...] = ()
     changed_parameters: tuple[str, ...] = ()
+    kept_values: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -141,4 +143,5 @@ class ModuleStructure:
             step_metrics=tuple(dict.fromkeys(self.step_metrics + other.step_metrics)),
             early_changes=tuple(dict.fromkeys(self.early_changes + other.early_changes)),
             changed_parameters=tuple(dict.fromkeys(self.changed_parameters + other.changed_parameters)),
+            kept_values=tuple(dict.fromkeys(self.kept_values + other.kept_values)),
         )

@@ -501,6 +501,7 @@ class _Tracer:
             step_metrics=tuple(dict.fromkeys(self.step_metrics)),
             early_changes=tuple(self._early_changes(buffer_keys)),
             changed_parameters=tuple(self.parameter_writes),
+            kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != "_update_count"),
         )
 
     def _where(self, position: int) -> str:
