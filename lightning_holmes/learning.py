@@ -106,12 +106,12 @@ def _learn(
             if may_run_whole:
                 return Lesson(batch_size=batch_size)
             raise
-        splits = training and size > 1 and wanted not in ((1, "auto") if alone else (1,))
-        if splits and not found.changed_parameters:
+        splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
+        if training and splits and not found.changed_parameters:
             reason = describe_batch_dependence(module, batch, arguments[1:], splitter, context=step_context)
             if reason is not None:
                 rank_zero_warn(reason)
-        if found.kept_values and (splits or (not training and size > 1 and wanted not in (1, "auto"))):
+        if splits and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         structure = found if structure is None else structure.merged(found)
         layers = structure.layers

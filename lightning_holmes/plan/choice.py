@@ -126,7 +126,9 @@ def choose_by_costs(
         made = predict(cost_model, run, partition)
         if options.partition == "self_adapting" and run.num_chunks > 1:
             # of unlike layers, the slowest rank's optimum may have chunks of very unlike sizes, and wait between them
-            made = min([made, *_by_count(cost_model, run)], key=lambda entry: (not fits(entry), entry.step_s))
+            uniform = make_uniform_partition(num_layers, partition.num_stages)
+            if uniform != partition and not uniform.cuts & set(cost_model.model.forbidden_cuts):
+                made = min(made, predict(cost_model, run, uniform), key=lambda entry: (not fits(entry), entry.step_s))
         found.append((run, made))
     if not found:
         assert trouble is not None
@@ -241,18 +243,10 @@ def _deal(options: PlanOptions, cost_model: CostModel, run: RunShape, *, limit_m
     return make_partition(options.partition, num_layers, stages, speeds=speeds, balance=balance)
 
 
-def _by_count(cost_model: CostModel, run: RunShape) -> list[Prediction]:
-    """With the same number of layers for each stage, where every cut is free."""
-    uniform = make_uniform_partition(cost_model.model.num_layers, run.layout.pipeline * run.num_chunks)
-    cuts = {uniform.layers_of(stage)[-1] for stage in range(uniform.num_stages - 1)}
-    return [] if cuts & set(cost_model.model.forbidden_cuts) else [predict(cost_model, run, uniform)]
-
-
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:
     """By count, but for cuts that lose a value; where all do, the check of the partition says which value."""
     uniform = make_uniform_partition(num_layers, size * chunks)
-    cuts = {uniform.layers_of(stage)[-1] for stage in range(uniform.num_stages - 1)}
-    if not cuts & set(forbidden_cuts):
+    if not uniform.cuts & set(forbidden_cuts):
         return uniform
     balance = Balance(
         seconds=((1.0,) * num_layers,) * size, num_chunks=chunks, forbidden_cuts=tuple(sorted(forbidden_cuts))
@@ -279,8 +273,7 @@ def _partition_note(
     uniform = make_uniform_partition(cost_model.model.num_layers, best.partition.num_stages)
     if uniform == best.partition:
         return note + "; as by count"
-    cuts = {uniform.layers_of(stage)[-1] for stage in range(uniform.num_stages - 1)}
-    if cuts & set(cost_model.model.forbidden_cuts):
+    if uniform.cuts & set(cost_model.model.forbidden_cuts):
         return note + "; by count a cut would lose a value"
     return note + f"; by count a step would take {predict(cost_model, run, uniform).step_s / best.step_s:.2f}x as long"
 

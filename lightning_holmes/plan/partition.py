@@ -13,6 +13,7 @@ Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adaptin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ class Partition:
     def num_stages(self) -> int:
         """Pipeline ranks times chunks."""
         return len(self.layer_counts)
+
+    @property
+    def cuts(self) -> frozenset[int]:
+        """The layers behind which a stage ends and another begins."""
+        return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 
     def layers_of(self, stage: int) -> range:
         """The indices of the layers that a stage holds."""

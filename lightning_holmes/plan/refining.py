@@ -45,5 +45,7 @@ def _moved(partition: Partition, forbidden_cuts: tuple[int, ...]) -> Iterator[Pa
     for stage in range(len(counts) - 1):
         for step in (1, -1):
             left, right = counts[stage] + step, counts[stage + 1] - step
-            if min(left, right) >= 1 and sum(counts[:stage]) + left - 1 not in forbidden_cuts:
-                yield Partition((*counts[:stage], left, right, *counts[stage + 2 :]))
+            if min(left, right) >= 1:
+                moved = Partition((*counts[:stage], left, right, *counts[stage + 2 :]))
+                if not moved.cuts & set(forbidden_cuts):
+                    yield moved

@@ -22,6 +22,20 @@ def undisturbed(times: list[float]) -> float:
     return statistics.quantiles(times, n=10)[0]
 
 
+def in_turn(
+    num_processes: int, worker: str, rank: int, options: dict[str, Any]
+) -> Callable[[], dict[str, list[float]]]:
+    """Runs a worker of step_time_workers, and returns the seconds that ``rank`` measured."""
+
+    def run() -> dict[str, list[float]]:
+        times: dict[str, list[float]] = launch(num_processes, f"step_time_workers:{worker}", options, timeout_s=280)[
+            rank
+        ]
+        return times
+
+    return run
+
+
 def measure(
     title: str,
     yardstick: str,
@@ -46,11 +60,7 @@ def measure(
 @pytest.mark.timeout(900)
 def test_one_process_costs_at_most_three_percent_over_plain_lightning() -> None:
     options = {"rounds": 8, "hidden_size": 256, "num_layers": 4, "batch_size": 4, "steps": 12}
-
-    def run() -> dict[str, list[float]]:
-        (times,) = launch(1, "step_time_workers:one_process", options, timeout_s=280)
-        return times  # type: ignore[no-any-return]
-
+    run = in_turn(1, "one_process", 0, options)
     assert measure("one process, HolmesStrategy against plain Lightning", "plain", 1.03, run) <= 1.03
 
 
@@ -64,22 +74,14 @@ def test_two_stages_cost_at_most_five_percent_over_a_bare_1f1b_loop() -> None:
         "steps": 12,
         "num_microbatches": 4,
     }
-
-    def run() -> dict[str, list[float]]:
-        _, last = launch(2, "step_time_workers:two_stages", options, timeout_s=280)
-        return last  # type: ignore[no-any-return]
-
+    run = in_turn(2, "two_stages", 1, options)
     assert measure("two stages, HolmesStrategy against a bare loop over torch's 1F1B", "bare", 1.05, run) <= 1.05
 
 
 @pytest.mark.timeout(900)
 def test_replicas_are_as_fast_as_ddp() -> None:
     options = {"rounds": 6, "hidden_size": 256, "num_layers": 4, "batch_size": 4, "steps": 12}
-
-    def run() -> dict[str, list[float]]:
-        first, _ = launch(2, "step_time_workers:two_replicas", options, timeout_s=280)
-        return first  # type: ignore[no-any-return]
-
+    run = in_turn(2, "two_replicas", 0, options)
     limit = 1 / 0.98
     assert measure("two replicas, HolmesStrategy against DDP", "ddp", limit, run, statistics.median) <= limit
 
@@ -87,9 +89,5 @@ def test_replicas_are_as_fast_as_ddp() -> None:
 @pytest.mark.timeout(900)
 def test_monitoring_costs_at_most_two_percent() -> None:
     options = {"hidden_size": 128, "num_layers": 4, "batch_size": 8, "steps": 84, "num_microbatches": 4}
-
-    def run() -> dict[str, list[float]]:
-        first, _ = launch(2, "step_time_workers:monitored_in_turn", options, timeout_s=280)
-        return first  # type: ignore[no-any-return]
-
+    run = in_turn(2, "monitored_in_turn", 0, options)
     assert measure("two stages, a monitored batch against the one before it", "plain", 1.02, run) <= 1.02
