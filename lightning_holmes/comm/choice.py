@@ -120,8 +120,9 @@ def measure(
     sample = part(_FIRST_BYTES)
     one_round(sample)  # connections and communicators are made now
     taken, spent = one_round(sample)
-    # a larger and larger part: the first bytes may be faster than those to come (a shaper's burst, a socket's buffer)
-    while sample.numel() < buffer.numel() and spent + _ROUNDS * _GROWTH * sum(taken) < budget_s:
+    # A larger and larger part, rather than the same part more often: the first bytes may be faster than those to come
+    # (a shaper's burst, a socket's buffer), and no number of rounds shows that.
+    while sample.numel() < buffer.numel() and spent + _GROWTH * sum(taken) < budget_s:
         sample = part(_GROWTH * sample.numel() * sample.itemsize)
         taken, spent = one_round(sample)
     for _ in range(_ROUNDS - 1):
