@@ -155,7 +155,8 @@ def _count(
     shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
 ) -> _Recorder:
     operators = _OperatorCounter()
-    with FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()) as counter, operators:
+    counting = FlopCounterMode(display=False, custom_mapping=attention_flop_formulas())
+    with torch.compiler.set_stance("force_eager"), counting as counter, operators:  # see trace.py
         recorder = _Recorder(shadow, layers, lambda: float(counter.get_total_flops()), lambda: float(operators.number))
         recorder.step(arguments, context)
     return recorder

@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ class StageRun:
     position: int = BEFORE
     cut: bool = False
     backward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passing:
+    """A step at a layer: one that is run, or a missing one with what it hands on."""
+
+    run: StageRun
+    index: int
+    is_missing: bool = False
+    output: Any = None
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -164,64 +174,76 @@ class PipelineModule:
         self._forwards.clear()
 
     def _gate(self, indices: list[int], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer; one without weights may stand at several ``indices``."""
+        """The forward of a layer; one without weights may stand at several ``indices``.
+
+        Where the user compiled what calls the layer, or the layer itself, the gate stays outside: torch.compile goes on
+        in ``forward``, and never takes the place of a step for a constant.
+        """
+        disable: Any = torch.compiler.disable  # which has no types
+        arrive, leave = disable(self._arrive), disable(self._leave)
 
         @functools.wraps(forward)
         def gate(*args: Any, **kwargs: Any) -> Any:
-            run = self.current
-            expected = indices[0] if run is None else run.position + 1
-            index = expected if expected in indices else indices[0]
-            stage_of_layer = self.partition.stage_of(index)
-            here = stage_of_layer in self.stages or len(indices) > 1
-            if run is None:
-                if here:
-                    return forward(*args, **kwargs)
-                assert self.structure is not None
-                raise HolmesError(
-                    f"layer {index} of {self.structure.layers} lives on stage {stage_of_layer}, not on this rank: outside "
-                    f"training_step, validation_step, test_step and predict_step the module cannot be run while the "
-                    f"trainer does; run it after fit, when every rank has the whole module again"
-                )
-            if run.backward:
-                return self._recompute(run, index, indices, forward, args, kwargs)
-            return self._pass(run, index, stage_of_layer, forward, args, kwargs)
+            passed = arrive(indices, args, kwargs)
+            if passed is not None and passed.is_missing:
+                return passed.output
+            output = forward(*args, **kwargs)
+            return output if passed is None else leave(passed, output)
 
-        return gate
+        return cast(Callable[..., Any], disable(gate, recursive=False))
 
-    def _recompute(
-        self, run: StageRun, index: int, indices: list[int], forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _arrive(self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Passing | None:
+        """Before a layer: what it hands on where it is not to be run here; None outside a step."""
+        run = self.current
+        expected = indices[0] if run is None else run.position + 1
+        index = expected if expected in indices else indices[0]
+        stage_of_layer = self.partition.stage_of(index)
+        if run is None:
+            if stage_of_layer in self.stages or len(indices) > 1:
+                return None
+            assert self.structure is not None
+            raise HolmesError(
+                f"layer {index} of {self.structure.layers} lives on stage {stage_of_layer}, not on this rank: outside "
+                f"training_step, validation_step, test_step and predict_step the module cannot be run while the "
+                f"trainer does; run it after fit, when every rank has the whole module again"
+            )
+        if run.backward:
+            self._check_recomputed(run, index, stage_of_layer, indices)
+        else:
+            self._go_to(run, index)
+        if stage_of_layer == run.stage:
+            self._seed(run, 2 * index + 2)
+            return _Passing(run=run, index=index)
+        self._seed(run, 2 * index + 3)
+        if index == self.partition.layers_of(run.stage)[0] - 1:
+            output = self._hand_on_received(run, index, args, kwargs)
+        else:
+            output = self._missing_output(run, index, args, kwargs)
+        return _Passing(run=run, index=index, is_missing=True, output=output)
+
+    def _leave(self, passed: _Passing, output: Any) -> Any:
+        """Behind a layer of the stage that runs."""
+        run, index = passed.run, passed.index
+        self._seed(run, 2 * index + 3)
+        if run.backward or index != self.partition.layers_of(run.stage)[-1] or run.stage == self.num_stages - 1:
+            return output
+        return self._keep_payload(run, index, output)
+
+    def _check_recomputed(self, run: StageRun, index: int, stage_of_layer: int, indices: list[int]) -> None:
         """What activation checkpointing runs again in the backward, with the random numbers of the first time."""
-        stage = self.partition.stage_of(index)
         if len(indices) > 1:
             raise UnsupportedModuleError(
                 f"activation checkpointing runs layer {index} again, but the same module is also layer "
                 f"{indices[-1]}: give each place a module of its own"
             )
-        if stage > run.stage:
+        if stage_of_layer > run.stage:
             raise UnsupportedModuleError(
                 f"activation checkpointing around several layers at once reaches from stage {run.stage} into layer "
-                f"{index}, which lives on stage {stage}: checkpoint each layer by itself"
+                f"{index}, which lives on stage {stage_of_layer}: checkpoint each layer by itself"
             )
-        if stage == run.stage:
-            self._seed(run, 2 * index + 2)
-            output = forward(*args, **kwargs)
-            self._seed(run, 2 * index + 3)
-            return output
-        self._seed(run, 2 * index + 3)
-        if index == self.partition.layers_of(run.stage)[0] - 1:
-            return self._hand_on_received(run, index, args, kwargs)
-        return self._missing_output(run, index, args, kwargs)
 
-    def _pass(
-        self,
-        run: StageRun,
-        index: int,
-        stage_of_layer: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _go_to(self, run: StageRun, index: int) -> None:
+        """The step comes to layer ``index``, or is cut before it."""
         assert self.structure is not None
         if run.payload is not None and run.stage < self.num_stages - 1:
             run.cut = True
@@ -233,17 +255,6 @@ class PipelineModule:
                 f"each layer once, in order"
             )
         run.position = index
-        if stage_of_layer == run.stage:
-            self._seed(run, 2 * index + 2)
-            output = forward(*args, **kwargs)
-            self._seed(run, 2 * index + 3)
-            if index == self.partition.layers_of(run.stage)[-1] and run.stage < self.num_stages - 1:
-                output = self._keep_payload(run, index, output)
-            return output
-        self._seed(run, 2 * index + 3)
-        if index == self.partition.layers_of(run.stage)[0] - 1:
-            return self._hand_on_received(run, index, args, kwargs)
-        return self._missing_output(run, index, args, kwargs)
 
     def _keep_payload(self, run: StageRun, index: int, output: Any) -> Any:
         """Keep the tensors that travel; the user's code goes on with copies, which it may change in place."""

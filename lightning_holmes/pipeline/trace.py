@@ -238,7 +238,9 @@ class _Tracer:
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
-        with grad, _FollowValues(self), _FollowPython(self), context() if context is not None else nullcontext():
+        # Under a dispatch mode torch.compile gives a function up for good: the steps behind this one would run uncompiled.
+        eager = torch.compiler.set_stance("force_eager")
+        with grad, eager, _FollowValues(self), _FollowPython(self), context() if context is not None else nullcontext():
             output = step(*arguments)
         if self.called != list(range(self.num_layers)):
             self._refuse_calls()

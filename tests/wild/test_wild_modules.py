@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from wild import wild_modules
 from wild.wild_modules import CASES, SAMPLES, Case
 
@@ -130,6 +130,42 @@ def test_checkpointing_recomputes_the_same_dropout_around_layers() -> None:
     plain, recomputed = gradients(False), gradients(True)
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(wild_modules.WIDTH, wild_modules.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu()
+
+
+@pytest.mark.parametrize("form", ["network", "layers"])
+def test_layers_that_the_user_compiled_are_compiled_once_and_without_the_gates(form: str) -> None:
+    def graphs(count: int) -> list[torch.fx.GraphModule]:
+        found: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+            found.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        module, batch = next(c for c in CASES if c.name == "CompiledNet").make()
+        module.model = net = module.model._orig_mod
+        net.layers = nn.ModuleList(_Block() for _ in range(4))
+        if form == "network":
+            module.model = torch.compile(net, backend=backend)
+        else:
+            net.layers = nn.ModuleList(torch.compile(layer, backend=backend) for layer in net.layers)
+        staged_run(module, batch, {"num_microbatches": count})
+        return found
+
+    few, many = graphs(1), graphs(2)
+    assert (len(few), len(many)) == (1, 2), (
+        "all four layers share a graph; microbatches of another size add one for any"
+    )
+    assert all("relu" in [str(node.target) for node in graph.graph.nodes] for graph in many)
 
 
 def test_at_least_twenty_eight_modules_of_both_verdicts() -> None:

@@ -1683,6 +1683,41 @@ class CompiledLayers(Wild):
         return x.pow(2).mean()
 
 
+class _Net(nn.Module):
+    """A stem, layers and a head, as the network inside a LightningModule is usually written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers, self.head = nn.Linear(WIDTH, WIDTH), mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@case("self.model = torch.compile(net) (eager backend)")
+class CompiledNet(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(_Net(), backend="eager")
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch[0]).pow(2).mean()
+
+
+@case("self.model.compile() around the layer list (eager backend)")
+class CompiledInPlace(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Net()
+        self.model.compile(backend="eager")
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch[0]).pow(2).mean()
+
+
 # ---------------------------------------------------------------- batches
 
 
