@@ -50,8 +50,14 @@ def version_facts() -> dict[str, str]:
 
 
 def module_facts(module: nn.Module) -> dict[str, str]:
-    """The class of a module, shape, type and freezing of each parameter, shape and type of each buffer."""
+    """The class of each submodule, shape, type and freezing of each parameter, shape and type of each buffer; of torch's
+    own submodules also their settings, such as the probability of a dropout."""
     facts = {"module": type(module).__qualname__}
+    for name, submodule in module.named_modules():
+        own = type(submodule).__module__.startswith("torch.nn.modules.")  # another's text may hold addresses
+        if name:
+            settings = f"({submodule.extra_repr()})" if own else ""
+            facts[f"submodule {name}"] = f"{type(submodule).__qualname__}{settings}"
     for name, parameter in module.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"

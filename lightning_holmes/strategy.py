@@ -187,7 +187,7 @@ class HolmesStrategy(SteppingStrategy):
             async_checkpoint=async_checkpoint,
         )
         self._plan_file, self._given_plan = plan, given_plan
-        self._monitor = make_monitor(monitor)
+        self._monitor, self._monitor_argument = make_monitor(monitor), monitor
         self._profile: ProfileKind = profile
         self._live: LivePlan | None = None
         self._gradient_options = GradientOptions(
@@ -460,6 +460,9 @@ class HolmesStrategy(SteppingStrategy):
             "process_group_backend": self._process_group_backend,
             "save_distributed_checkpoint": self._keeper.distributed,
             "async_checkpoint": self._keeper.background,
+            "monitor": self._monitor_argument,
+            "timeout": self._timeout,
+            "port_range": self._port_range,
         }
 
     def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:

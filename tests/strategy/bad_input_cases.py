@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,12 @@ class OtherShape(Classifier):
         self.blocks[1] = Block() if RANK == 0 else nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 
 
-class SometimesNone(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, _ = self.loss(batch)
-        return None if batch_idx == 1 else loss
+class OtherDropout(Classifier):
+    """Differs in a layer without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(Block(), nn.Dropout(0.1 * RANK))
 
 
 class GathersInStep(Classifier):
@@ -144,8 +147,14 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: _fit(s, pipeline_parallel_size=2 - RANK),
         ("pipeline_parallel_size", "rank 0", "rank 1"),
     ),
+    "other monitor": (lambda s: _fit(s, monitor=RANK == 0), ("monitor", "True on rank 0", "False on rank 1")),
+    "other timeout": (
+        lambda s: _fit(s, timeout=timedelta(minutes=20 + RANK)),
+        ("timeout", "1200", "1260", "rank 1"),
+    ),
     "other version": (_other_version, ("lightning_holmes", "0.0.1", "rank 1")),
     "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
+    "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),
     "other class": (lambda s: _fit(s, Classifier if RANK == 0 else Reentrant), ("Classifier", "Reentrant")),
     "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
     "nothing wrong": (_fit, ()),
@@ -188,10 +197,14 @@ class Failing(Classifier):
         self.fail("before the layers", batch_idx, 0)
         self.fail("killed", batch_idx, 1)
         logits = self(batch[0])
-        self.fail("after the layers", batch_idx, 1)
+        self.fail("after the layers", batch_idx, int(os.environ["WORLD_SIZE"]) - 1)
         if self.where == "no loss" and batch_idx == 2:
             return None
         return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail("validation", batch_idx, 1)
+        self.log("val_loss", self.loss(batch)[0])
 
 
 class FailingCallback(pl.Callback):
@@ -216,10 +229,10 @@ class FailingData(Dataset[Any]):
 def fail(payload: dict[str, Any]) -> None:
     """Train until the planned failure; the exception ends the process as in a user's script."""
     torch.set_num_threads(1)
-    where = payload["where"]
+    where = payload["where"].removesuffix(" of one replica")
     setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})
     keep = ModelCheckpoint(Path(payload["folder"]) / "saved", save_on_exception=True)
     trainer = setting.trainer(callbacks=[FailingCallback(), keep], enable_checkpointing=True)
     model = build(Failing, where)
     print("BEGINS", time.time(), flush=True)
-    trainer.fit(model, DataLoader(FailingData(where), 8))
+    trainer.fit(model, DataLoader(FailingData(where), 8), DataLoader(samples(), 8))

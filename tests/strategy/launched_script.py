@@ -1,16 +1,27 @@
-"""A user's script: trains by the strategy, however it was started, and prints what it saw."""
+"""A user's script: trains by the strategy, however it was started, and prints what it saw.
+
+python launched_script.py DEVICES [NODES [RANK_THAT_FAILS]]
+"""
 
 import os
 import sys
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from strategy_cases import Classifier, samples
 from torch.utils.data import DataLoader
 
 import lightning_holmes  # noqa: F401
 from lightning_holmes import HolmesStrategy
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == int((sys.argv[3:] or [-1])[0]):
+            raise ZeroDivisionError("planned failure")
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -28,6 +39,7 @@ if __name__ == "__main__":
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[Fails()],
     )
     trainer.fit(model, DataLoader(samples(), 8))
     where = type(trainer.strategy.cluster_environment).__name__

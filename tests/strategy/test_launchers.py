@@ -14,6 +14,16 @@ from strategy_cases import Setting, build, samples
 from torch.utils.data import DataLoader
 
 SCRIPT = str(Path(__file__).parent / "launched_script.py")
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+]
 _FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 
 
@@ -32,7 +42,7 @@ def _environment(**more: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
 
 
-def _run(commands: list[list[str]], environments: list[dict[str, str]], folder: Path) -> str:
+def _run(commands: list[list[str]], environments: list[dict[str, str]], folder: Path, *, fails: bool = False) -> str:
     started = [
         subprocess.Popen(c, env=e, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for c, e in zip(commands, environments, strict=True)
@@ -43,7 +53,7 @@ def _run(commands: list[list[str]], environments: list[dict[str, str]], folder: 
         for process in started:
             process.kill()
     whole = "\n".join(outputs)
-    assert all(process.returncode == 0 for process in started), whole[-4000:]
+    assert all((process.returncode != 0) == fails for process in started), whole[-4000:]
     return whole
 
 
@@ -69,13 +79,18 @@ def test_lightnings_own_launcher(tmp_path: Path, plain_loss: float) -> None:
 
 @pytest.mark.xdist_group("strategy_launchers")
 def test_torchrun(tmp_path: Path, plain_loss: float) -> None:
-    options = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    output = _run(
-        [[sys.executable, "-m", "torch.distributed.run", *options, SCRIPT, "2"]],
-        [_environment(PYTHON_EXEC=forked_executable())],
-        tmp_path,
-    )
+    environment = _environment(PYTHON_EXEC=forked_executable())
+    output = _run([[sys.executable, *TORCHRUN, SCRIPT, "2"]], [environment], tmp_path)
     _check(output, 2, "TorchElasticEnvironment", plain_loss)
+
+
+@pytest.mark.xdist_group("strategy_launchers")
+@pytest.mark.parametrize("launcher", ["torchrun", "Lightning"])
+def test_a_failure_of_one_rank_is_what_the_user_sees_first(launcher: str, tmp_path: Path) -> None:
+    command = [sys.executable, *(TORCHRUN if launcher == "torchrun" else []), SCRIPT, "2", "1", "1"]
+    output = _run([command], [_environment(PYTHON_EXEC=forked_executable())], tmp_path, fails=True)
+    cause, consequence = output.find("ZeroDivisionError: planned failure"), output.find("by peer")
+    assert cause >= 0 and (consequence < 0 or cause < consequence), output[-6000:]
 
 
 def _slurm(rank: int, port: int, folder: Path) -> dict[str, str]:
