@@ -8,26 +8,20 @@ thing to do with a new module.
     assert report.ok
 """
 
-import io
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_holmes import admission
+from lightning_holmes.check_report import CheckReport, Outcome, compare
 from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline import tree
@@ -35,7 +29,6 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.profile import profile_step
-from lightning_holmes.pipeline.replay import MetricValue
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
@@ -47,79 +40,6 @@ from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 
 _SEED = 20231203
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One compared thing: what, plain and staged as text, the relative difference, and a reason if it is not equal."""
-
-    step: str
-    what: str
-    plain: str
-    staged: str
-    relative: float
-    ok: bool
-    reason: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class CheckReport:
-    """The outcome of :func:`check`."""
-
-    module: str
-    layers: str
-    stages: tuple[int, ...]
-    num_microbatches: int
-    tolerance: float
-    rows: list[Difference] = field(default_factory=list, repr=False)
-    refused: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything compared was equal within the tolerance."""
-        return self.refused is None and all(row.ok for row in self.rows)
-
-    def __str__(self) -> str:
-        """The table, as :meth:`print` shows it."""
-        console = Console(width=120, file=io.StringIO())
-        self.print(console)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return text
-
-    def print(self, console: Console | None = None) -> None:
-        """Print a table: every loss and log, the worst gradients, and all that differs."""
-        console = console or Console(width=None if Console().is_terminal else 120)
-        if self.refused is not None:
-            console.print(f"[bold red]refused[/]: {self.module} cannot run as this pipeline", highlight=False)
-            console.print(self.refused, highlight=False, markup=False)
-            return
-        table = Table(
-            title=f"{self.module}: {self.layers} as {len(self.stages)} stages of {list(self.stages)} layers, "
-            f"{self.num_microbatches} microbatches",
-            title_justify="left",
-        )
-        for column in ("step", "what", "plain", "staged", "relative difference", ""):
-            table.add_column(column, overflow="fold")
-        for row in self._shown():
-            mark = "[green]equal[/]" if row.ok else f"[bold red]differs[/] {row.reason}"
-            table.add_row(row.step, row.what, row.plain, row.staged, f"{row.relative:.1e}", mark)
-        console.print(table)
-        bad = sum(not row.ok for row in self.rows)
-        verdict = (
-            f"[bold green]exact[/]: {len(self.rows)} values equal within {self.tolerance:g}"
-            if self.ok
-            else f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
-        )
-        console.print(verdict, highlight=False)
-        for note in self.notes:
-            console.print(f"[yellow]note[/]: {escape(note)}", highlight=False)
-
-    def _shown(self) -> list[Difference]:
-        bad = [row for row in self.rows if not row.ok]
-        gradients = sorted((r for r in self.rows if r.ok and r.what.startswith("gradient")), key=lambda r: -r.relative)
-        others = [r for r in self.rows if r.ok and not r.what.startswith(("gradient", "state"))]
-        return others + gradients[:5] + bad[:20]
 
 
 def check(
@@ -209,7 +129,7 @@ def _check_steps(
             plain = _reference(module, structure, name, batch, count, splitter)
             staged = _Cast(module, structure, stages, pipeline_parallel_size, schedule, num_chunks, splitter)
             staged.run(name, batch, count)
-            report.rows += _compare(name, plain, staged, tolerance)
+            report.rows += compare(name, plain.outcome(name), staged.outcome(name), tolerance)
     except HolmesError as reason:
         report.refused = str(reason)
 
@@ -301,7 +221,7 @@ def _reference(
     plain, again = (_Cast(module, None, Partition((1,)), 1, "gpipe", 1, splitter) for _ in range(2))
     plain.run(name, batch, num_microbatches)
     again.run(name, batch, num_microbatches, seed=_SEED + 1)
-    if all(row.ok for row in _compare(name, plain, again, tolerance=0.0)):
+    if all(row.ok for row in compare(name, plain.outcome(name), again.outcome(name), tolerance=0.0)):
         return plain
     seeded = _Cast(module, structure, Partition((structure.num_layers,)), 1, "gpipe", 1, splitter)
     seeded.run(name, batch, num_microbatches)
@@ -380,6 +300,16 @@ class _Cast:
                     raise HolmesError("the stages wait for each other for ever; this is a fault of the schedule")
         self.results = [results[rank] for rank in range(len(self.drivers))]
 
+    def outcome(self, step_name: str) -> Outcome:
+        """What the step that was run gave and left behind."""
+        output, calls = self.results[0].output, self.results[0].calls
+        gradients = self.gradients() if step_name == "training_step" else {}
+        return Outcome(output=output, calls=calls, gradients=gradients, state=self.state(), stages_of=self.stages_of)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold parameter ``name``; none where the module is not cut."""
+        return () if self.structure is None else self.structure.stages_of(self.partition, name)
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients by name, those of shared parameters summed over the stages that hold them."""
         total: dict[str, Tensor | None] = {}
@@ -416,116 +346,3 @@ def _give_own_parameters(module: LightningModule) -> None:
             for key, value in submodule._parameters.items():
                 if value is parameter:
                     submodule._parameters[key] = own
-
-
-def _compare(step: str, plain: _Cast, staged: _Cast, tolerance: float) -> list[Difference]:
-    rows = []
-    mine, theirs = plain.results[0], staged.results[0]
-    rows += _compare_trees(step, "output", mine.output, theirs.output, tolerance)
-    if [c.name for c in mine.calls] != [c.name for c in theirs.calls]:
-        names = [c.name for c in mine.calls], [c.name for c in theirs.calls]
-        rows.append(_missing(step, "logs", names[0], f"logged are {names[1]}"))
-    logs = {call.name: call.value for call in theirs.calls}
-    for call in mine.calls:
-        if isinstance(call.value, MetricValue):
-            continue
-        if call.name not in logs:
-            rows.append(_missing(step, f"log {call.name}", call.value, "not logged by the staged run"))
-        else:
-            rows += _compare_trees(step, f"log {call.name}", call.value, logs[call.name], tolerance)
-    for name in sorted(set(logs) - {call.name for call in mine.calls}):
-        rows.append(_missing(step, f"log {name}", logs[name], "logged by the staged run only"))
-    if step == "training_step":
-        whole, parts = plain.gradients(), staged.gradients()
-        scale = max((float(g.abs().max()) for g in whole.values() if g is not None and g.numel()), default=0.0)
-        for name, gradient in whole.items():
-            other = parts.get(name)
-            what = f"gradient {name}"
-            if gradient is None or other is None:
-                none = (gradient is None or not bool(gradient.any())) and (other is None or not bool(other.any()))
-                if not none:
-                    rows.append(_missing(step, what, gradient, "has a gradient in one run only"))
-                continue
-            rows.append(_difference(step, what, gradient, other, tolerance, floor=scale * 1e-4))
-    before, after = plain.state(), staged.state()
-    for name, value in before.items():
-        if name in after:
-            rows += _compare_trees(step, f"state {name}", value, after[name], tolerance)
-    return rows
-
-
-def _compare_trees(step: str, what: str, plain: Any, staged: Any, tolerance: float) -> list[Difference]:
-    left, right = tree.flatten(plain), tree.flatten(staged)
-    if len(left[1]) != len(right[1]):
-        return [_missing(step, what, plain, f"{len(left[1])} tensors against {len(right[1])}")]
-    rows = [_difference(step, what, a, b, tolerance) for a, b in zip(left[1], right[1], strict=True)]
-    mine, theirs = _numbers(plain), _numbers(staged)
-    if len(mine) != len(theirs):
-        return [*rows, _missing(step, what, plain, f"{len(mine)} numbers against {len(theirs)}")]
-    for one, other in zip(mine, theirs, strict=True):
-        rows.append(_difference(step, what, torch.as_tensor(one), torch.as_tensor(other), tolerance))
-    return rows
-
-
-def _numbers(value: Any) -> list[Any]:
-    """The numbers and arrays in a tree, in order."""
-    if isinstance(value, (int, float, np.number, np.ndarray)) and getattr(value, "dtype", None) is not np.dtype(object):
-        return [value]
-    found: list[Any] = []
-    if tree.is_container(value):
-        tree.map_children(lambda _, child: found.extend(_numbers(child)) or child, value)  # type: ignore[func-returns-value]
-    return found
-
-
-def _difference(
-    step: str, what: str, plain: Tensor, staged: Tensor, tolerance: float, floor: float = 0.0
-) -> Difference:
-    if plain.shape != staged.shape:
-        return _missing(step, what, plain, f"shapes {tuple(plain.shape)} and {tuple(staged.shape)}")
-    a, b = _as_double(plain), _as_double(staged)
-    if a.numel() == 0:
-        relative = 0.0
-    else:
-        same = (a == b) | (a.isnan() & b.isnan())
-        gap = torch.where(same, torch.zeros_like(a), (a - b).abs())
-        size = max(float(a.nan_to_num().abs().max()), floor, 1e-30)
-        relative = float(gap.max()) / size
-        if math.isnan(relative):
-            relative = math.inf
-    ok = relative <= tolerance
-    reason = ""
-    if not ok:
-        reason = "(NaN: a value does not reach the stage that needs it)" if bool(b.isnan().any()) else ""
-    return Difference(
-        step=step,
-        what=what,
-        plain=_short(plain),
-        staged=_short(staged),
-        relative=relative,
-        ok=ok,
-        reason=reason,
-    )
-
-
-def _as_double(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).double()
-
-
-def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
-    return Difference(
-        step=step,
-        what=what,
-        plain=_short(value),
-        staged="",
-        relative=math.inf,
-        ok=False,
-        reason=f"({reason})",
-    )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return f"{float(value):.7g}"
-        return f"{list(value.shape)} norm {float(value.detach().double().norm()):.6g}"
-    return str(value)[:40]

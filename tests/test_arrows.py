@@ -22,6 +22,7 @@ BESIDE_STRATEGY = {
     "strategy",
     "checkpointing",
     "rehearsal",
+    "check_report",
     "callbacks",
     "loggers",
     "admission",
