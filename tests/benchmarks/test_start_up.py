@@ -1,4 +1,4 @@
-"""Seconds from launching the recipe on four processes to the start of its first step; the figure is printed."""
+"""Seconds from launching the demo's recipe on four processes to its first step, and to a loss that shows it learns."""
 
 import os
 import re
@@ -14,27 +14,39 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_four_processes_reach_their_first_step_within_twenty_seconds(tmp_path: Path) -> None:
-    seconds = [start_up(tmp_path)]
+def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_within_three_minutes(
+    tmp_path: Path,
+) -> None:
+    first, losses = run_recipe(tmp_path, steps=60)
+    seconds = [first]
     while min(seconds) >= 20 and len(seconds) < 5:  # what else runs on the machine only adds
-        seconds.append(start_up(tmp_path))
+        seconds.append(run_recipe(tmp_path)[0])
     shown = ", ".join(f"{s:.1f}" for s in seconds)
     print(f"\nstart-up of recipes/gpt_tiny on 4 processes: {shown} s to the first step (under 20)")
+    number, reached = next(((n, s) for n, loss, s in losses if loss < 2.6), (0, 0.0))
+    print(
+        f"loss {losses[0][1]:.2f} at step 1; below 2.6 at step {number}, {reached:.0f} s behind the launch (under 180)"
+    )
+    assert 5.3 < losses[0][1] < 5.8
+    assert number and reached < 180
     assert min(seconds) < 20
 
 
-def start_up(folder: Path) -> float:
+def run_recipe(folder: Path, steps: int = 1) -> tuple[float, list[tuple[int, float, float]]]:
+    """Seconds from the launch to the first step of the last process; by step its number, loss, and seconds."""
     command = [
         str(Path(sys.executable).parent / "lightning-holmes"),
         "fit",
         "--config=recipes/gpt_tiny/config.yaml",
         "--config=tests/benchmarks/start_up.yaml",
+        f"--trainer.max_steps={steps}",
         f"--trainer.default_root_dir={folder}",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": "tests/benchmarks"}
     started = time.time()
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     marks = [float(m) for m in re.findall(r"first step begins at ([\d.]+)", run.stdout + run.stderr)]
     assert len(marks) == 4
-    return max(marks) - started
+    found = re.findall(r"step (\d+): loss ([\d.]+) at ([\d.]+)", run.stdout)
+    return max(marks) - started, [(int(n), float(loss), float(at) - started) for n, loss, at in found]
