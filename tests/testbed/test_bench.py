@@ -31,9 +31,9 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 blind --timeout 80 --output {tmp_path / 'out'}"
+    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 blind --timeout 120 --output {tmp_path / 'out'}"
     bench.main(arguments.split())
     shown = capsys.readouterr().out
     data = json.loads((tmp_path / "out" / "bench.json").read_text())
@@ -111,7 +111,7 @@ def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
 
 @pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:
     workload = Workload(
         hidden_size=64, num_layers=4, num_heads=2, sequence_length=32, batch_size=8, steps=3, warmup_steps=1
@@ -129,7 +129,7 @@ def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:
             PredictionCase(name="by cost", workload=workload, arguments={"num_microbatches": 4, "num_chunks": 1}),
         ),
     )
-    results = run_bed(bed, bench.make_topology, profile="measure", timeout_s=150, keep=tmp_path)
+    results = run_bed(bed, bench.make_topology, profile="measure", timeout_s=280, keep=tmp_path)
     assert [result["name"] for result in results] == ["by count", "by cost"]
     assert results[0]["layers"] == [2, 2] and results[1]["layers"][0] >= 2
     for result in results:
