@@ -18,7 +18,8 @@ from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, edge_pairs
-from lightning_holmes.comm.transport import GroupTransports, UserSettings, set_own
+from lightning_holmes.comm.transport import GroupTransports
+from lightning_holmes.comm.user_settings import UserSettings, set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import (
     Placement,
@@ -156,6 +157,7 @@ def lay_out_job(
     own = [
         group for group in (*replicas, *levels, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1
     ]
+    transports.check_interfaces(range(job.world_size))
     # before anything is sent over WORLD: NCCL reads its variables with its first communicator
     set_own(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])

@@ -4,6 +4,7 @@ A base of HolmesStrategy; what is laid out is job_layout.py's, what waits for fa
 """
 
 import gc
+import socket
 import sys
 import weakref
 from collections.abc import Generator
@@ -29,7 +30,7 @@ from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.mesh import ProcessGroups, release
-from lightning_holmes.comm.transport import UserSettings
+from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import check_port_range, connect_world
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
@@ -163,6 +164,8 @@ class JoiningStrategy(ReplicaCollectives):
             self._inventory = probe_host(master_addr=numeric_address(environment.main_address))
             if self._port_range is not None:
                 check_port_range(self._port_range)
+        host = socket.gethostname() if self._inventory is None else self._inventory.name
+        self._user_settings.check_interfaces(backend, host=host, interfaces=local_interfaces())
         connect_world(
             environment,
             backend,

@@ -5,7 +5,7 @@ No other file imports a name with a leading underscore from torch.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,14 +63,16 @@ def gloo_device(interface: str | None) -> Any:
     return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
 
 
-def gloo_group(store: Any, rank: int, size: int, device: Any, timeout: timedelta, *, connect: timedelta) -> Any:
-    """A gloo group whose connections are made on ``device``, within ``connect``; its operations have ``timeout``.
+def gloo_group(
+    store: Any, rank: int, size: int, devices: Sequence[Any], timeout: timedelta, *, connect: timedelta
+) -> Any:
+    """A gloo group whose connections are made on ``devices``, within ``connect``; its operations have ``timeout``.
 
     Raises:
         RuntimeError: a rank cannot be reached; the text has its address and port.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
+    options._devices = list(devices)
     options._timeout = min(timeout, connect)
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_default_timeout(timeout)

@@ -109,7 +109,7 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
     store = dist.FileStore(f"{tmp_path}/store", 1)
     for name in ("first", "second"):  # on the same device
         group = torch_private.gloo_group(
-            dist.PrefixStore(name, store), 0, 1, device, timedelta(seconds=20), connect=timedelta(seconds=5)
+            dist.PrefixStore(name, store), 0, 1, [device], timedelta(seconds=20), connect=timedelta(seconds=5)
         )
         tensor = torch.ones(2)
         group.allreduce([tensor]).wait()

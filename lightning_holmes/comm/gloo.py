@@ -28,9 +28,9 @@ _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not 
 
 @dataclass(frozen=True, slots=True)
 class GlooOptions:
-    """What the backend is told of a group: the device its connections are made on, and for messages its ends."""
+    """What the backend is told of a group: the devices its connections are made on, and for messages its ends."""
 
-    device: Any
+    devices: tuple[Any, ...]
     ends: str = ""
 
 
@@ -42,13 +42,18 @@ class GlooDevices:
         register()
 
     def on(self, interface: str | None, ends: str = "") -> GlooOptions:
-        """Options for a group on ``interface``; None: the one gloo chooses, or GLOO_SOCKET_IFNAME.
+        """Options for a group on ``interface``, or on several, joined by commas as in GLOO_SOCKET_IFNAME; None: the one that
+        gloo finds by the host's name.
 
         ``ends``: who is to be connected, for the message if that fails.
 
         Raises:
             ConfigurationError: the interface cannot be listened on.
         """
+        names = [None] if interface is None else interface.split(",")
+        return GlooOptions(tuple(self._device(name) for name in names), ends)
+
+    def _device(self, interface: str | None) -> Any:
         if interface not in self._made:
             try:
                 self._made[interface] = gloo_device(interface)
@@ -57,7 +62,7 @@ class GlooDevices:
                     f"gloo cannot use the network interface {interface or 'that it chose by itself'}: {error}. Is it up "
                     f"and has it an address? `lightning-holmes topology` lists the interfaces of this host"
                 ) from error
-        return GlooOptions(self._made[interface], ends)
+        return self._made[interface]
 
 
 def register() -> None:
@@ -69,7 +74,7 @@ def register() -> None:
 def _create(options: Any, given: GlooOptions) -> Any:
     try:
         return gloo_group(
-            options.store, options.group_rank, options.group_size, given.device, options.timeout, connect=_CONNECT
+            options.store, options.group_rank, options.group_size, given.devices, options.timeout, connect=_CONNECT
         )
     except RuntimeError as error:
         raise UnreachableError(

@@ -2,7 +2,7 @@
 
 plan/transport.py chooses; here the choice becomes a gloo device on an interface, or the network module of an NCCL
 communicator and the variables that NCCL reads once a process. What the user has set by NCCL's or gloo's own variables
-is respected, never overridden; NCCL_NET and NCCL_IB_HCA are refused where a group cannot work with them.
+(user_settings.py) is respected, never overridden, and refused where a group cannot work with it.
 
     transports = GroupTransports(chooser, rank=0, backend="gloo", user=UserSettings.read())
     transports.interface(ranks)         # "eth1": where gloo connects this group
@@ -12,75 +12,12 @@ is respected, never overridden; NCCL_NET and NCCL_IB_HCA are refused where a gro
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 
+from lightning_holmes.cluster.topology import Nic
+from lightning_holmes.comm.user_settings import UserSettings, hca_allows, named_interfaces, socket_variables
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
-
-# Read by NCCL in this order, the first one from NCCL_CONF_FILE where that is set (NCCL 2.23); an environment variable wins
-# over both (NCCL's documentation, "Environment Variables").
-_NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
-_OWN = "HOLMES_SET_"  # before a variable's name: what this package has set it to
-_WATCHED = ("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
-
-
-@dataclass(frozen=True, slots=True)
-class UserSettings:
-    """What the user has set for the communication libraries: by variable, the value and where it stands."""
-
-    values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None, files: Sequence[str] = _NCCL_FILES) -> UserSettings:
-        """From the environment, and for NCCL from its configuration files."""
-        environment = os.environ if environment is None else environment
-        values: dict[str, tuple[str, str]] = {}
-        own_file = environment.get("NCCL_CONF_FILE")
-        for name in (own_file, *files[1:]) if own_file else files:
-            path = Path(name).expanduser()
-            try:
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:
-                continue
-            for line in lines:
-                found = re.match(r"\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", line)
-                if found and found[1] in _WATCHED and found[2]:
-                    values.setdefault(found[1], (found[2], str(path)))
-        for variable in _WATCHED:
-            # what an earlier run of this process has set is not the user's
-            if environment.get(variable) and environment[variable] != environment.get(_OWN + variable):
-                values[variable] = (environment[variable], "the environment")
-        return cls(values)
-
-    def get(self, variable: str) -> str | None:
-        """The value of a variable, or None."""
-        return self.values[variable][0] if variable in self.values else None
-
-    def describe(self, variable: str) -> str:
-        """The setting with its place, for messages."""
-        value, place = self.values[variable]
-        return f"{variable}={value} in {place}"
-
-    def facts(self) -> dict[str, str]:
-        """What must be alike on all ranks: NCCL's network module, whether RDMA is off, whether gloo's interface is chosen.
-
-        Lists of cards and interfaces may differ from host to host.
-        """
-        return {
-            "NCCL_NET": self.get("NCCL_NET") or "not set",
-            "NCCL_IB_DISABLE": "on" if self.get("NCCL_IB_DISABLE") not in (None, "0") else "off",
-            "GLOO_SOCKET_IFNAME": "set" if "GLOO_SOCKET_IFNAME" in self.values else "not set",
-        }
-
-
-def set_own(variables: Mapping[str, str]) -> None:
-    """Set environment variables and note that they are not the user's."""
-    for name, value in variables.items():
-        os.environ[name] = os.environ[_OWN + name] = value
 
 
 class GroupTransports:
@@ -111,9 +48,10 @@ class GroupTransports:
         return self._chosen[key]
 
     def interface(self, ranks: Sequence[int]) -> str | None:
-        """The interface on which this rank's gloo connects a group; None: gloo's own choice."""
-        if self._user.get("GLOO_SOCKET_IFNAME") is not None:
-            return None
+        """The interface on which this rank's gloo connects a group, or those that the user names; None: gloo's own choice."""
+        named = self._user.get("GLOO_SOCKET_IFNAME")
+        if named is not None:
+            return named
         choice = self.choose(ranks)
         nic = None if choice is None else choice.nic_of(self._rank)
         if choice is None or nic is None:
@@ -126,9 +64,10 @@ class GroupTransports:
         return nic.interface
 
     def host_interface(self) -> str | None:
-        """The Ethernet interface of this rank for messages between hosts; None: gloo's own choice."""
-        if self._chooser is None or self._user.get("GLOO_SOCKET_IFNAME") is not None:
-            return None
+        """The Ethernet interface of this rank for messages between hosts, or the user's; None: gloo's own choice."""
+        named = self._user.get("GLOO_SOCKET_IFNAME")
+        if named is not None or self._chooser is None:
+            return named
         nic = self._chooser.main_nic(self._rank)
         return None if nic is None else nic.interface
 
@@ -165,45 +104,97 @@ class GroupTransports:
         if self._backend != "nccl" or self._chooser is None:
             return {}
         cards: list[str] = []
+        listed = self._user.get("NCCL_IB_HCA")
         for ranks in groups:
             choice = self.choose(ranks)
-            if choice is not None and self._rank in ranks and self.net_name(ranks) == "IB":
-                cards += [nic.name for nic in choice.rails.get(self._rank, ()) if nic.name not in cards]
+            if choice is None or self._rank not in ranks or self.net_name(ranks) != "IB":
+                continue
+            rails = [nic.name for nic in choice.rails.get(self._rank, ())]
+            if listed is not None and not any(hca_allows(listed, card) for card in rails):
+                raise ConfigurationError(
+                    f"{self._user.describe('NCCL_IB_HCA')} leaves out {', '.join(rails)} of host "
+                    f"{self._chooser.host(self._rank).name}, one of which the group of ranks {_shown(ranks)} needs; add it, or "
+                    f"remove the setting: the cards of each group are chosen"
+                )
+            cards += [card for card in rails if card not in cards]
         found = {}
         main = self._chooser.main_nic(self._rank)
         if "NCCL_SOCKET_IFNAME" not in self._user.values and main is not None and main.interface is not None:
             found["NCCL_SOCKET_IFNAME"] = f"={main.interface}"
-        if cards and "NCCL_IB_HCA" not in self._user.values:
+        if cards and listed is None:
             found["NCCL_IB_HCA"] = "=" + ",".join(cards)
-        elif cards:
-            allowed = [card for card in cards if hca_allows(self._user.get("NCCL_IB_HCA") or "", card)]
-            if not allowed:
-                raise ConfigurationError(
-                    f"{self._user.describe('NCCL_IB_HCA')} leaves out {', '.join(cards)}, one of which a group of rank "
-                    f"{self._rank} needs; add it, or remove the setting"
-                )
         return found
+
+    def check_interfaces(self, ranks: Sequence[int]) -> None:
+        """Refuse interfaces that the user names and that do not reach the other hosts of a group. ``ranks``: of all groups
+        the largest, WORLD: what reaches all of its hosts reaches those of any other group.
+
+        Raises:
+            ConfigurationError: one is that of a card whose fabric the group leaves, or that is down.
+        """
+        choice = self.choose(ranks)
+        if self._chooser is None or choice is None or choice.kind == "local":
+            return
+        host = self._chooser.host(self._rank)
+        reaching = self._chooser.reaching(self._rank, ranks)
+        main = self._chooser.main_nic(self._rank)
+        behind: dict[str, list[Nic]] = {}
+        for nic in host.nics:
+            if nic.interface is not None:
+                behind.setdefault(nic.interface, []).append(nic)
+        for variable in socket_variables(self._backend):
+            for name in named_interfaces(variable, self._user.get(variable) or "", list(behind)):
+                (nic, *_) = behind[name]
+                if any(card in reaching for card in behind[name]) or not nic.addresses:
+                    continue  # without an address it is not used
+                why = (
+                    f"{nic.name} ({nic.kind}) is down"
+                    if not nic.up
+                    else f"{nic.kind} card {nic.name}, which ends there"
+                )
+                raise ConfigurationError(
+                    f"{self._user.describe(variable)} means {name} on host {host.name}, but over it the group of ranks "
+                    f"{_shown(ranks)} cannot be connected: {why}; {choice.reason}. Remove the setting, an interface is chosen "
+                    f"for each group; or name one that reaches all hosts"
+                    + ("" if main is None or main.interface is None else f", such as {main.interface}")
+                )
 
     def describe(self, ranks: Sequence[int]) -> tuple[str, str]:
         """What moves a group's bytes, and why, in words."""
         choice = self.choose(ranks)
+        if self._backend == "gloo" and self._user.get("GLOO_SOCKET_IFNAME") is not None:
+            return f"gloo on {self._user.get('GLOO_SOCKET_IFNAME')}", self._respected("GLOO_SOCKET_IFNAME")
         if choice is None:
             return self._backend, "the network is not known"
         if choice.kind == "local":
             return self._backend, choice.reason
         if self._backend == "gloo":
-            if self._user.get("GLOO_SOCKET_IFNAME") is not None:
-                return "gloo", f"{self._user.describe('GLOO_SOCKET_IFNAME')} is respected"
             return f"gloo on {_interfaces(choice)}", f"{choice.kind}: {choice.reason}"
-        wanted = self._user.get("NCCL_NET")
-        if wanted is not None:
-            return f"nccl {wanted}", f"{self._user.describe('NCCL_NET')} is respected"
-        name = self.net_name(ranks)
-        if choice.is_rdma and name == "Socket":
-            return "nccl Socket", f"{self._user.describe('NCCL_IB_DISABLE')} is respected"
-        cards = list(dict.fromkeys(nic.name for rails in choice.rails.values() for nic in rails))
-        on = f" on {'/'.join(cards[:3])}{'/...' if len(cards) > 3 else ''}" if name == "IB" else ""
-        return f"nccl {name or 'by its own choice'}{on}", f"{choice.kind}: {choice.reason}"
+        return self._describe_nccl(choice, self._user.get("NCCL_NET") or self.net_name(ranks))
+
+    def _describe_nccl(self, choice: TransportChoice, module: str | None) -> tuple[str, str]:
+        """Of a group over several hosts, with the module that NCCL uses for it; None: its own choice."""
+        reasons = []
+        used: list[str] = []
+        if self._user.get("NCCL_NET") is not None:
+            reasons.append(self._respected("NCCL_NET"))
+        elif choice.is_rdma and module == "Socket":
+            reasons.append(self._respected("NCCL_IB_DISABLE"))
+        if module is not None and module.lower() == "ib":
+            used = list(dict.fromkeys(nic.name for rails in choice.rails.values() for nic in rails))
+            listed = self._user.get("NCCL_IB_HCA")
+            if listed is not None:
+                used = [card for card in used if hca_allows(listed, card)]
+                reasons.append(self._respected("NCCL_IB_HCA"))
+        elif self._user.get("NCCL_SOCKET_IFNAME") is not None:
+            reasons.append(self._respected("NCCL_SOCKET_IFNAME"))
+        if self._user.get("NCCL_NET") is None:
+            reasons.append(f"{choice.kind}: {choice.reason}")
+        on = f" on {'/'.join(used[:3])}{'/...' if len(used) > 3 else ''}" if used else ""
+        return f"nccl {module or 'by its own choice'}{on}", "; ".join(reasons)
+
+    def _respected(self, variable: str) -> str:
+        return f"{self._user.describe(variable)} is respected"
 
     def ends(self, ranks: Sequence[int], *, on_host: bool = False) -> str:
         """The members of a group with host, interface and address, for messages; "" where nothing is known.
@@ -233,22 +224,6 @@ class GroupTransports:
             if choice is not None and choice.fallback:
                 lines.append(f"the group of ranks {_shown(ranks)} uses Ethernet: {choice.reason}")
         return list(dict.fromkeys(lines))
-
-
-def hca_allows(setting: str, card: str) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a card: a list of names, by prefix or after "=" exactly, after "^" excluded."""
-    excluded = setting.startswith("^")
-    setting = setting.removeprefix("^")
-    exact = setting.startswith("=")
-    names = [name.strip() for name in setting.removeprefix("=").split(",") if name.strip()]
-    device, _, port = card.partition(":")
-
-    def matches(name: str) -> bool:
-        wanted, _, wanted_port = name.partition(":")
-        same = device == wanted if exact else device.startswith(wanted)
-        return same and wanted_port in ("", port or "1")
-
-    return any(matches(name) for name in names) != excluded
 
 
 def _interfaces(choice: TransportChoice) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 
-from lightning_holmes.comm.transport import UserSettings, set_own
+from lightning_holmes.comm.user_settings import UserSettings, set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.torch_private import nccl_options
 

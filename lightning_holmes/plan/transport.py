@@ -121,6 +121,18 @@ class TransportChooser:
         """The host of a rank."""
         return self._places[rank][1]
 
+    def reaching(self, rank: int, ranks: Sequence[int]) -> tuple[Nic, ...]:
+        """The working cards of the rank's host over which it reaches the hosts of ``ranks``: Ethernet, and those of fabrics
+        that all of them share."""
+        places = [self._places[other] for other in ranks]
+        shared = self._shared_rdma(list({host.name: (cluster, host) for cluster, host in places}.values()))
+        fabrics = {(option.kind, option.fabric) for option in shared}
+        return tuple(
+            nic
+            for nic in self.host(rank).nics
+            if nic.up and (nic.kind == "ethernet" or (nic.kind, nic.fabric or "") in fabrics)
+        )
+
     def main_nic(self, rank: int) -> Nic | None:
         """The Ethernet card of the rank's host that reaches the master."""
         return self._places[rank][1].nic_of("ethernet")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
-from lightning_holmes.comm.transport import GroupTransports, UserSettings, hca_allows, set_own
+from lightning_holmes.comm.transport import GroupTransports
+from lightning_holmes.comm.user_settings import UserSettings, hca_allows, interface_allows, set_own
 from lightning_holmes.comm.world import check_port_range
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.transport import TransportChooser
@@ -14,7 +15,15 @@ from lightning_holmes.plan.transport import TransportChooser
 
 def nic(kind: TransportKind, name: str, *, up: bool = True, fabric: str | None = None, gbit: float = 1.0) -> Nic:
     interface = {"infiniband": f"ib_{name}", "roce": f"rdma_{name}"}.get(kind, name)
-    return Nic(name=name, kind=kind, interface=interface, up=up, fabric=fabric, bandwidth_bytes_per_s=gbit * 125e6)
+    return Nic(
+        name=name,
+        kind=kind,
+        interface=interface,
+        addresses=("10.0.0.1",),
+        up=up,
+        fabric=fabric,
+        bandwidth_bytes_per_s=gbit * 125e6,
+    )
 
 
 def cluster(name: str, hosts: Sequence[Sequence[Nic]], devices: int = 1) -> Cluster:
@@ -103,8 +112,15 @@ def test_nccl_lists_hold_what_any_group_of_the_process_needs() -> None:
 
 def test_settings_of_the_user_are_respected() -> None:
     chosen = transports(backend="gloo", GLOO_SOCKET_IFNAME="eth9")
-    assert chosen.interface([0, 2]) is None and chosen.host_interface() is None
-    assert "GLOO_SOCKET_IFNAME=eth9 in the environment is respected" in chosen.describe([0, 2])[1]
+    assert chosen.interface([0, 2]) == chosen.host_interface() == "eth9"
+    respected = ("gloo on eth9", "GLOO_SOCKET_IFNAME=eth9 in the environment is respected")
+    assert chosen.describe([0, 2]) == respected == chosen.describe([0, 1])
+    named = transports(NCCL_SOCKET_IFNAME="=eth0")
+    assert named.describe([0, 4]) == (
+        "nccl Socket",
+        "NCCL_SOCKET_IFNAME==eth0 in the environment is respected; ethernet: crosses from infiniband in a to roce in b",
+    )
+    assert named.describe([0, 2]) == ("nccl IB on mlx5_0", "infiniband: 2 hosts share it (A)")
     socket = transports(NCCL_NET="Socket")
     assert socket.net_name([0, 2]) is None and socket.describe([0, 2])[0] == "nccl Socket"
     assert transports(NCCL_IB_DISABLE="1").net_name([0, 2]) == "Socket"
@@ -116,8 +132,80 @@ def test_settings_that_a_group_cannot_work_with_are_refused() -> None:
         ConfigurationError, match=r"NCCL_NET=IB in the environment forces .* ranks 0, 4 .* none in common"
     ):
         transports(NCCL_NET="IB").net_name([0, 4])
-    with pytest.raises(ConfigurationError, match=r"NCCL_IB_HCA=\^mlx5_0 in the environment leaves out mlx5_0"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"NCCL_IB_HCA=\^mlx5_0 in the environment leaves out mlx5_0 of host a0, .* the group of ranks 0, 2 needs",
+    ):
         transports(NCCL_IB_HCA="^mlx5_0").nccl_environment([[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("backend", "variable", "setting"),
+    [
+        ("gloo", "GLOO_SOCKET_IFNAME", "ib_mlx5_0"),
+        ("gloo", "GLOO_SOCKET_IFNAME", "eth0,ib_mlx5_0"),  # gloo uses both
+        ("nccl", "GLOO_SOCKET_IFNAME", "ib_mlx5_0"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "ib"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "=ib_mlx5_0,eth0"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "^docker"),  # which leaves ib_mlx5_0 to be used
+    ],
+)
+def test_an_interface_that_ends_at_the_clusters_border_is_refused(backend: str, variable: str, setting: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        transports(backend=backend, **{variable: setting}).check_interfaces(range(6))
+    for words in (
+        f"{variable}={setting} in the environment means ib_mlx5_0 on host a0",
+        "the group of ranks 0, 1, 2, 3, 4, 5 cannot be connected: infiniband card mlx5_0, which ends there",
+        "crosses from infiniband in a to roce in b",
+        "such as eth0",
+    ):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "variable", "setting"),
+    [
+        ("gloo", "GLOO_SOCKET_IFNAME", "eth0"),
+        ("gloo", "GLOO_SOCKET_IFNAME", "tun7"),  # of which nothing is known
+        ("gloo", "NCCL_SOCKET_IFNAME", "ib"),  # nothing goes by NCCL
+        ("nccl", "NCCL_SOCKET_IFNAME", "eth"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "^ib,docker"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "=ib"),  # exactly, and no card has that name
+    ],
+)
+def test_an_interface_that_reaches_all_hosts_is_respected(backend: str, variable: str, setting: str) -> None:
+    transports(backend=backend, **{variable: setting}).check_interfaces(range(6))
+
+
+def test_a_fast_cards_interface_is_respected_where_it_reaches_all_hosts() -> None:
+    shared = [nic("infiniband", "mlx5_0", fabric="A"), ETH]
+    for clusters in ((cluster("a", [shared] * 2),), (cluster("a", [shared]), cluster("b", [shared]))):
+        transports(Topology(clusters=clusters), backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_interfaces([0, 1])
+    # a RoCE card by which the host reaches the master is an Ethernet card as well
+    both = [nic("roce", "mlx5_1", fabric="B"), nic("ethernet", "rdma_mlx5_1")]
+    apart = Topology(clusters=(cluster("a", [both]), cluster("b", [shared])))
+    transports(apart, backend="gloo", GLOO_SOCKET_IFNAME="rdma_mlx5_1").check_interfaces([0, 1])
+    down = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A", up=False), ETH], shared]),))
+    with pytest.raises(ConfigurationError, match=r"cannot be connected: mlx5_0 \(infiniband\) is down; mlx5_0 of a0"):
+        transports(down, backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_interfaces([0, 1])
+
+
+def test_an_interface_that_is_not_there_is_refused() -> None:
+    def check(backend: str = "gloo", **user: str) -> None:
+        UserSettings.read(user, files=()).check_interfaces(backend, host="b1", interfaces=["lo", "eth0", "eth1"])
+
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^GLOO_SOCKET_IFNAME=eth0,eth9 in the environment: host b1 .* is called 'eth9', and the group of all ranks .*"
+        r"it has lo, eth0, eth1\. Correct the setting, or remove it",
+    ):
+        check(GLOO_SOCKET_IFNAME="eth0,eth9")
+    for setting in ("=eth", "ib", "^lo,eth"):
+        with pytest.raises(ConfigurationError, match=r"NCCL_SOCKET_IFNAME=.* host b1 .* that this matches"):
+            check("nccl", NCCL_SOCKET_IFNAME=setting)
+    check(GLOO_SOCKET_IFNAME="eth0,eth1")
+    check("nccl", NCCL_SOCKET_IFNAME="ib,eth")
+    check(NCCL_SOCKET_IFNAME="ib")  # nothing goes by NCCL
 
 
 def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path: Path) -> None:
@@ -151,6 +239,14 @@ def test_lists_of_cards_as_nccl_reads_them(setting: str, card: str, allowed: boo
     assert hca_allows(setting, card) is allowed
 
 
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [("eth", True), ("=eth", False), ("=ib0,eth0", True), ("^ib", True), ("^eth", False), ("^=eth", True)],
+)
+def test_interfaces_as_nccl_reads_them(setting: str, allowed: bool) -> None:
+    assert interface_allows(setting, "eth0") is allowed
+
+
 def test_the_kernels_ports_must_lie_within_the_range(tmp_path: Path) -> None:
     path = tmp_path / "ip_local_port_range"
     path.write_text("32768\t60999\n")
@@ -168,6 +264,14 @@ def test_all_rails_of_a_host_are_offered_to_nccl() -> None:
     chosen = transports(Topology(clusters=(cluster("a", [[*rails, lonely, ETH], [*rails, ETH]], devices=4),)))
     assert chosen.nccl_environment([[0, 4]])["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1,mlx5_2,mlx5_3"
     assert chosen.describe([0, 4])[0] == "nccl IB on mlx5_0/mlx5_1/mlx5_2/..."
+    listed = transports(
+        Topology(clusters=(cluster("a", [[*rails, lonely, ETH], [*rails, ETH]], devices=4),)),
+        NCCL_IB_HCA="=mlx5_1,mlx5_9",
+    )
+    used, reason = listed.describe([0, 4])
+    assert used == "nccl IB on mlx5_1"
+    assert reason.startswith("NCCL_IB_HCA==mlx5_1,mlx5_9 in the environment is respected; roce: 2 hosts share it")
+    assert "NCCL_IB_HCA" not in listed.nccl_environment([[0, 4]])
 
 
 def test_a_subnet_of_the_same_name_at_two_sites_is_not_taken_for_one() -> None:

@@ -192,6 +192,28 @@ def test_a_topology_file_wins_over_what_is_found(tmp_path: Path) -> None:
     assert outcome.stages == [{"ib1"}, {"ib0"}] and outcome.ranks[0]["clusters"] == ["first", "second"]
 
 
+def test_the_users_interface_carries_all_and_one_that_ends_at_the_border_is_refused(tmp_path: Path) -> None:
+    clusters = [cluster("a", 2, "infiniband")]
+    outcome = run(clusters, tmp_path, order=["a1", "a0"], host_env=lambda host: {"GLOO_SOCKET_IFNAME": "eth0"})
+    used = outcome.transports("data_parallel")[frozenset({"a0", "a1"})]
+    assert used.startswith("gloo on eth0:") and "GLOO_SOCKET_IFNAME=eth0 in the environment is respected" in used
+    for found in outcome.ranks:
+        gradients = 4 * sum(p.numel() for p in Stack().parameters()) * (STEPS - 1)
+        assert found["sent"]["ib0"] < 0.01 * gradients < gradients <= found["sent"]["eth0"]
+    apart = [cluster("a", 1, "infiniband"), cluster("b", 1, "roce")]
+    with Testbed(Topology(clusters=tuple(apart)), TestbedOptions()) as bed:
+        results = bed.run(
+            [*forked_python(), str(WORKER), str(tmp_path), json.dumps({"num_nodes": 2, "strategy": {}})],
+            host_env=lambda host: {"GLOO_SOCKET_IFNAME": {"a0": "ib0", "b0": "roce0"}[host]},
+            timeout_s=100,
+        )
+    assert all(result.exit_code for result in results.values())
+    output = "".join(result.output for result in results.values())
+    for name, card, host in (("ib0", "infiniband", "a0"), ("roce0", "roce", "b0")):
+        assert f"GLOO_SOCKET_IFNAME={name} in the environment means {name} on host {host}" in output, output[-3000:]
+        assert f"the group of ranks 0, 1 cannot be connected: {card} card mlx5_0, which ends there" in output
+
+
 def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_path: Path) -> None:
     """The file says that two hosts share a fabric; between them packets of the fast cards are swallowed."""
     hosts = cluster("ib", 2, "infiniband")
