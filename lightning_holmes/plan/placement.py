@@ -10,12 +10,12 @@ It owns the order of the ranks. Groups of processes are built from it by comm.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology import TRANSPORT_KINDS, Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
 
 
@@ -84,13 +84,15 @@ def make_placement(
 ) -> Placement:
     """Lay the pipeline across the clusters, keep the gradients inside them and tensor groups inside a host.
 
-    Ranks are ordered by cluster, host and rank; with N ranks, p pipeline ranks and t tensor-parallel ranks, tensor
-    groups are t consecutive ranks of a host, pipeline rank s holds the ranks [s*N/p, (s+1)*N/p) of that order,
-    its data-parallel groups stride by t inside it, and pipeline j is {j, j+N/p, ...} (Holmes, arXiv 2312.03549, its
-    groups). A data-parallel group thus stays inside a cluster wherever N/p divides the sizes of the clusters. Where it
-    does not, each cluster still gets as many stages of its own as it can hold, and what is left over makes up the
-    stages that cross: no order has fewer of those. Clusters and hosts come in the order of the topology, so that the
-    launcher's numbering of nodes does not matter.
+    Ranks are ordered by cluster, RDMA fabric of the host, host and rank; with N ranks, p pipeline ranks and t
+    tensor-parallel ranks, tensor groups are t consecutive ranks of a host, pipeline rank s holds the ranks
+    [s*N/p, (s+1)*N/p) of that order, its data-parallel groups stride by t inside it, and pipeline j is {j, j+N/p, ...}
+    (Holmes, arXiv 2312.03549, its groups). A data-parallel group thus stays inside a cluster wherever N/p divides the
+    sizes of the clusters. Where it does not, the hosts of one fabric in a cluster still get as many stages of their own
+    as they can hold; what is left over makes up stages of one fabric, then of one cluster, and at last those that cross:
+    no order has fewer stages that leave a fabric. A host whose fast card is down shares none; one on several fabrics
+    counts to that of most devices. Clusters and hosts come in the order of the topology, so that the launcher's numbering
+    of nodes does not matter.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
     of each host, or if the topology has another number of devices.
@@ -111,27 +113,76 @@ def make_placement(
         raise ConfigurationError(
             f"pipeline_parallel_size={pipeline_parallel_size} does not divide {world}; these would: {divisors}"
         )
-    hosts: dict[tuple[int, int], list[int]] = {}
-    cluster_places = {cluster.name: index for index, cluster in enumerate(topology.clusters)}
-    host_places = {host.name: index for index, host in enumerate(topology.hosts)}
-    for rank, (cluster, host) in enumerate(topology.places()):
-        hosts.setdefault((cluster_places[cluster.name], host_places[host.name]), []).append(rank)
-    ordered = [(cluster, rank) for (cluster, _), ranks in sorted(hosts.items()) for rank in ranks]
     size = world_size // pipeline_parallel_size
-    own: list[list[tuple[int, int]]] = []
-    left: list[tuple[int, int]] = []
-    for _, members in itertools.groupby(ordered, key=lambda place: place[0]):
-        ranks_of_cluster = list(members)
-        extra = len(ranks_of_cluster) % size
-        left += ranks_of_cluster[:extra]
-        own += _cut(ranks_of_cluster[extra:], size)
-    places = {rank: index for index, (_, rank) in enumerate(ordered)}
-    stages = sorted([*own, *_cut(left, size)], key=lambda stage: places[stage[0][1]])
-    return Placement(tuple(tuple(rank for _, rank in stage) for stage in stages), tensor_parallel_size)
+    left = _order_ranks(topology)
+    order = {rank: index for index, (rank, _, _) in enumerate(left)}
+    stages: list[list[int]] = []
+    keys: tuple[Callable[[_Place], Hashable], ...] = (
+        lambda place: (place.cluster, place.fabric),
+        lambda place: place.fabric,
+        lambda place: place.cluster,
+        lambda place: None,
+    )
+    for key in keys:
+        together: dict[Hashable, list[_Place]] = {}
+        for place in left:
+            together.setdefault(key(place), []).append(place)
+        left = []
+        for places in together.values():
+            whole = len(places) - len(places) % size
+            stages += [[place.rank for place in places[start : start + size]] for start in range(0, whole, size)]
+            left += places[whole:]
+        left.sort(key=lambda place: order[place.rank])
+    stages.sort(key=lambda stage: order[stage[0]])
+    return Placement(tuple(map(tuple, stages)), tensor_parallel_size)
 
 
-def _cut(places: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    return [places[start : start + size] for start in range(0, len(places), size)]
+class _Place(NamedTuple):
+    """A rank with its cluster and the fabric that its host counts to."""
+
+    rank: int
+    cluster: str
+    fabric: Hashable
+
+
+def _order_ranks(topology: Topology) -> list[_Place]:
+    """The ranks by cluster, fabric, host and rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, host) in enumerate(topology.places()):
+        ranks.setdefault(host.name, []).append(rank)
+    return [
+        _Place(rank, cluster.name, fabric)
+        for cluster in topology.clusters
+        for fabric, hosts in _fabrics(cluster)
+        for host in hosts
+        for rank in ranks[host.name]
+    ]
+
+
+def _fabrics(cluster: Cluster) -> list[tuple[tuple[int, str], list[Host]]]:
+    """The hosts of a cluster by the RDMA fabric that each counts to, InfiniBand first, those without a working card last.
+
+    A host on several fabrics counts to the one with the most devices, and again so among the hosts that remain.
+    """
+    members: dict[tuple[int, str], dict[str, Host]] = {}
+    for host in cluster.hosts:
+        for nic in host.nics:
+            if nic.kind != "ethernet" and nic.up:
+                # cards of unknown fabric, from a file written by hand, share that of their cluster
+                fabric = (TRANSPORT_KINDS.index(nic.kind), nic.fabric or f"in {cluster.name}")
+                members.setdefault(fabric, {})[host.name] = host
+    found: list[tuple[tuple[int, str], list[Host]]] = []
+    free = {host.name for host in cluster.hosts}
+    while members:
+        best = max(members, key=lambda fabric: sum(host.devices for host in members[fabric].values()))
+        hosts = members.pop(best)
+        found.append((best, list(hosts.values())))
+        free -= hosts.keys()
+        left = {fabric: {n: host for n, host in of.items() if n in free} for fabric, of in members.items()}
+        members = {fabric: of for fabric, of in left.items() if of}
+    found.sort(key=lambda entry: entry[0])
+    alone = [host for host in cluster.hosts if host.name in free]
+    return [*found, ((len(TRANSPORT_KINDS), f"none in {cluster.name}"), alone)]
 
 
 def check_tensor_size(topology: Topology, tensor_parallel_size: int) -> None:

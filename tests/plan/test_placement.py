@@ -1,12 +1,15 @@
 """Placements: the pipeline across clusters, the gradients inside them."""
 
 import time
+from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import (
     Placement,
@@ -15,6 +18,7 @@ from lightning_holmes.plan.placement import (
     crossing_groups,
     make_placement,
 )
+from lightning_holmes.plan.transport import TransportChooser
 
 
 def make_topology(**sizes: int) -> Topology:
@@ -100,23 +104,87 @@ def test_the_pipeline_size_counts_tensor_groups() -> None:
     assert choose_pipeline_size(make_topology(a=8, b=8), 4) == (2, "2, one for each cluster")
 
 
+def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:
+    return Nic(name=f"{kind} {fabric} {up}", kind=kind, fabric=fabric, up=up)
+
+
+def test_hosts_of_one_cluster_are_ordered_by_their_cards() -> None:
+    """HOLMES_CLUSTER may put mixed cards in one cluster: no group then uses Ethernet that need not."""
+    kinds: list[TransportKind] = ["roce", "infiniband", "roce", "infiniband"]
+    hosts = [Host(name=f"{kind}{i}", devices=1, nics=(card(kind, kind),)) for i, kind in enumerate(kinds)]
+    topology = Topology(clusters=(Cluster(name="mine", hosts=tuple(hosts)),))
+    placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
+    assert placement.grid == ((1, 3), (0, 2))
+    chooser = TransportChooser(topology)
+    assert [chooser.choose(row).kind for row in placement.grid] == ["infiniband", "roce"]
+
+
+def test_a_host_whose_card_is_down_does_not_spoil_the_groups_of_others() -> None:
+    up = [i not in (1, 2) for i in range(4)]
+    hosts = [Host(name=f"h{i}", devices=1, nics=(card("infiniband", "A", up=up[i]),)) for i in range(4)]
+    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts)),))
+    assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 3), (1, 2))
+
+
+def test_a_host_on_several_fabrics_counts_to_that_of_most_devices() -> None:
+    """Rails: what is left of a host whose first rail is down still reaches the others by the second."""
+    rails = (card("roce", "rail 0"), card("roce", "rail 1"))
+    down = (card("roce", "rail 0", up=False), card("roce", "rail 1"))
+    hosts = [Host(name=f"h{i}", devices=2, nics=down if i == 0 else rails) for i in range(4)]
+    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts)),))
+    assert make_placement(topology, world_size=8, pipeline_parallel_size=2).grid == ((0, 1, 2, 3), (4, 5, 6, 7))
+    both = Host(name="both", devices=1, nics=(card("roce", "B"), card("infiniband", "A")))
+    lone = [Host(name=f"h{i}", devices=1, nics=(card("infiniband", "A"),)) for i in range(3)]
+    topology = Topology(clusters=(Cluster(name="a", hosts=(both, *lone)),))
+    assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 1), (2, 3))
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
-    """A topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows."""
+    """A topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows.
+
+    Hosts of a cluster have unlike numbers of devices, and working cards of one fabric each or none; ranks are dealt out
+    at random.
+    """
     tensor = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
-    most_groups = 10_000 // tensor
-    clusters = []
-    for cluster in range(draw(st.integers(1, 6))):
+    num_clusters = draw(st.integers(1, 6))
+    shares_fabrics = draw(st.booleans())  # a file may say that cards of two clusters reach each other
+    random = Random(draw(st.integers(0, 2**32)))
+    plans = []
+    for _ in range(num_clusters):
         num_hosts = draw(st.integers(1, 60))
-        groups = draw(st.integers(1, max(1, most_groups // (6 * num_hosts))))
-        hosts = tuple(Host(name=f"host-{cluster}-{host}", devices=groups * tensor) for host in range(num_hosts))
-        clusters.append(Cluster(name=f"cluster-{cluster}", hosts=hosts))
+        most = max(1, 10_000 // (tensor * num_clusters * num_hosts))
+        groups = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
+        kinds = draw(st.lists(st.sampled_from(["infiniband", "roce", "down", "none"]), min_size=1, max_size=4))
+        plans.append([(random.choice(groups) * tensor, random.choice(kinds)) for _ in range(num_hosts)])
+    ranks = list(range(sum(devices for hosts in plans for devices, _ in hosts)))
+    random.shuffle(ranks)
+    clusters = []
+    for cluster, plan in enumerate(plans):
+        hosts = []
+        for index, (devices, kind) in enumerate(plan):
+            fabric = f"fabric {0 if shares_fabrics else cluster}"
+            nics = [Nic(name="eth0", kind="ethernet"), card("roce", fabric, up=False)]
+            if kind in ("infiniband", "roce"):
+                working = card("infiniband" if kind == "infiniband" else "roce", fabric)
+                nics += [working, replace(working, name="another port")]
+            random.shuffle(nics)
+            mine, ranks = tuple(ranks[:devices]), ranks[devices:]
+            hosts.append(Host(name=f"host-{cluster}-{index}", devices=devices, nics=tuple(nics), ranks=mine))
+        clusters.append(Cluster(name=f"cluster-{cluster}", hosts=tuple(hosts)))
     topology = Topology(clusters=tuple(clusters), source="my.yaml")
     assert topology.num_devices <= 10_000
     num_groups = topology.num_devices // tensor
     sizes = [choose_pipeline_size(topology, tensor)[0]]
     sizes += [size for size in range(1, num_groups + 1) if num_groups % size == 0]
     return topology, draw(st.sampled_from(sizes)), tensor
+
+
+def fabric_of(place: tuple[Cluster, Host]) -> tuple[str, str]:
+    """What a host shares with others: its fabric, or without a working card the Ethernet of its cluster."""
+    cluster, host = place
+    working = [nic for nic in host.nics if nic.up and nic.kind != "ethernet"]
+    return (working[0].kind, str(working[0].fabric)) if working else ("ethernet", cluster.name)
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,8 +212,13 @@ def test_any_topology(layout: tuple[Topology, int, int]) -> None:
     places = topology.places()
     for group in tensor_groups:
         assert len({places[rank][1].name for rank in group}) == 1
-    # a stage that stays inside a cluster takes data * tensor of its devices: no layout has more of them than this
-    most = sum(cluster.num_devices // (data * tensor) for cluster in topology.clusters)
+    # a stage inside a fabric takes data * tensor of its devices: no layout has more of them than this
+    of_fabric = Counter(map(fabric_of, places))
+    fabrics_of_stage = [{fabric_of(places[rank]) for rank in row} for row in placement.grid]
+    most = sum(count // (data * tensor) for count in of_fabric.values())
+    assert sum(len(fabrics) == 1 for fabrics in fabrics_of_stage) == most
+    # nor more that stay inside a cluster, unless a fabric leads from one to another
     crossing = crossing_groups(placement, topology)
-    assert pipeline - len(crossing) == most
+    if len({(fabric_of(place), place[0].name) for place in places}) == len(of_fabric):
+        assert pipeline - len(crossing) == sum(c.num_devices // (data * tensor) for c in topology.clusters)
     assert all(len(clusters_of(placement, topology, stage)) > 1 for stage in crossing[:3])
