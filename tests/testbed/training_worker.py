@@ -1,6 +1,6 @@
 """What runs on every host of a testbed: an ordinary Trainer with strategy="holmes", and what it found, as JSON.
 
-python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'
+python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # its arguments; null: the name alone
 """
 
 import json
@@ -105,7 +105,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     """Train, and write what was found on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = HolmesStrategy(timeout=timedelta(seconds=options.get("timeout_s", 300)), **options["strategy"])
+        strategy: str | HolmesStrategy = "holmes"
+        if options["strategy"] is not None:
+            strategy = HolmesStrategy(timeout=timedelta(seconds=options.get("timeout_s", 300)), **options["strategy"])
         trainer, watch = train(strategy=strategy, devices=1, num_nodes=options["num_nodes"])
     trainer.save_checkpoint(folder / "run.ckpt")
     assert isinstance(trainer.strategy, HolmesStrategy)
