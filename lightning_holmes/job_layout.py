@@ -157,7 +157,7 @@ def lay_out_job(
     own = [
         group for group in (*replicas, *levels, *tensors, *pipelines, *edges) if job.rank in group and len(group) > 1
     ]
-    transports.check_interfaces(range(job.world_size))
+    transports.check_world(range(job.world_size))
     # before anything is sent over WORLD: NCCL reads its variables with its first communicator
     set_own(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])

@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.report import group_rows
 from lightning_holmes.plan.sync_choice import SyncChoice
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -110,8 +111,8 @@ def _answers(url: str) -> bool:
 class RunRecord(Callback):
     """Gives every logger the configuration and the plan, when fit begins.
 
-    W&B gets both in its config, and the plan as a table; TensorBoard gets both as text; CSVLogger's folder gets plan.yaml
-    (config.yaml is there). `lightning-holmes fit` does this by itself. How gradients are summed is known once the first
+    W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
+    their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself. How gradients are summed is known once the first
     batch has run, and may change: each choice goes the same way, in CSVLogger's folder to gradient_sync.yaml.
     """
 
@@ -158,8 +159,8 @@ class RunRecord(Callback):
             facts["plan"] = yaml.safe_load(plan.to_yaml())
         logger.experiment.config.update(facts, allow_val_change=True)
         if plan is not None:
-            columns, *rows = plan_rows(plan)
-            logger.log_table("plan", columns=columns, data=rows)
+            for name, (columns, *rows) in _tables(plan).items():
+                logger.log_table(name, columns=columns, data=rows)
 
     def _to_tensorboard(self, logger: TensorBoardLogger, plan: Plan | None) -> None:
         writer: Any = logger.experiment
@@ -167,9 +168,17 @@ class RunRecord(Callback):
             text = yaml.safe_dump(self.config, sort_keys=False)
             writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
         if plan is not None:
-            columns, *rows = plan_rows(plan)
-            lines = [columns, ["---"] * len(columns), *rows]
-            writer.add_text("plan", "\n".join("|" + "|".join(line) + "|" for line in lines))
+            for name, (columns, *rows) in _tables(plan).items():
+                lines = [columns, ["---"] * len(columns), *rows]
+                writer.add_text(name, "\n".join("|" + "|".join(line) + "|" for line in lines))
+
+
+def _tables(plan: Plan) -> dict[str, list[list[str]]]:
+    """By name: the columns' names, then the rows. One process has no groups."""
+    groups = [list(row) for row in group_rows(plan)]
+    return {"plan": plan_rows(plan)} | (
+        {"groups": [["for", "transport", "reason", "ranks"], *groups]} if groups else {}
+    )
 
 
 def plan_rows(plan: Plan) -> list[list[str]]:

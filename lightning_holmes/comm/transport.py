@@ -12,11 +12,12 @@ communicator and the variables that NCCL reads once a process. What the user has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_holmes.cluster.topology import Nic
 from lightning_holmes.comm.user_settings import UserSettings, hca_allows, named_interfaces, socket_variables
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.choose import Use
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
 
 
@@ -125,14 +126,16 @@ class GroupTransports:
             found["NCCL_IB_HCA"] = "=" + ",".join(cards)
         return found
 
-    def check_interfaces(self, ranks: Sequence[int]) -> None:
-        """Refuse interfaces that the user names and that do not reach the other hosts of a group. ``ranks``: of all groups
-        the largest, WORLD: what reaches all of its hosts reaches those of any other group.
+    def check_world(self, ranks: Sequence[int]) -> None:
+        """Refuse what the user has set where the group of all ``ranks`` cannot work with it: RDMA that they do not share, or
+        interfaces that do not reach all hosts. What reaches all hosts reaches those of any other group.
 
         Raises:
-            ConfigurationError: one is that of a card whose fabric the group leaves, or that is down.
+            ConfigurationError: such as an interface of a card whose fabric the group leaves, or that is down.
         """
         choice = self.choose(ranks)
+        if self._backend == "nccl":
+            self.net_name(ranks)
         if self._chooser is None or choice is None or choice.kind == "local":
             return
         host = self._chooser.host(self._rank)
@@ -159,18 +162,32 @@ class GroupTransports:
                     + ("" if main is None or main.interface is None else f", such as {main.interface}")
                 )
 
-    def describe(self, ranks: Sequence[int]) -> tuple[str, str]:
-        """What moves a group's bytes, and why, in words."""
+    def describe(self, ranks: Sequence[int], use: Use = "tensors") -> tuple[str, str]:
+        """What moves a group's bytes, and why, in words. Messages go by gloo whatever the backend; WORLD stays on Ethernet."""
+        backend = "gloo" if use == "messages" else self._backend
         choice = self.choose(ranks)
-        if self._backend == "gloo" and self._user.get("GLOO_SOCKET_IFNAME") is not None:
+        if backend == "gloo" and self._user.get("GLOO_SOCKET_IFNAME") is not None:
             return f"gloo on {self._user.get('GLOO_SOCKET_IFNAME')}", self._respected("GLOO_SOCKET_IFNAME")
-        if choice is None:
-            return self._backend, "the network is not known"
+        if choice is None or self._chooser is None:
+            return backend, "the network is not known"
         if choice.kind == "local":
-            return self._backend, choice.reason
-        if self._backend == "gloo":
-            return f"gloo on {_interfaces(choice)}", f"{choice.kind}: {choice.reason}"
+            return backend, choice.reason
+        if use != "tensors":
+            main = [nic for rank in ranks if (nic := self._chooser.main_nic(rank)) is not None]
+            return self._describe_world(backend, _interfaces(main))
+        if backend == "gloo":
+            return f"gloo on {_interfaces(choice.nics.values())}", f"{choice.kind}: {choice.reason}"
         return self._describe_nccl(choice, self._user.get("NCCL_NET") or self.net_name(ranks))
+
+    def _describe_world(self, backend: str, main: str) -> tuple[str, str]:
+        """Of a group that is to reach any host, with the Ethernet interfaces in words."""
+        if backend == "gloo":
+            return f"gloo on {main}", "ethernet: the interface that reaches the master"
+        if self._user.get("NCCL_NET") is not None:
+            return f"nccl {self._user.get('NCCL_NET')}", self._respected("NCCL_NET")
+        if self._user.get("NCCL_SOCKET_IFNAME") is not None:
+            return "nccl Socket", self._respected("NCCL_SOCKET_IFNAME")
+        return f"nccl Socket on {main}", "ethernet: the interface that reaches the master"
 
     def _describe_nccl(self, choice: TransportChoice, module: str | None) -> tuple[str, str]:
         """Of a group over several hosts, with the module that NCCL uses for it; None: its own choice."""
@@ -226,8 +243,8 @@ class GroupTransports:
         return list(dict.fromkeys(lines))
 
 
-def _interfaces(choice: TransportChoice) -> str:
-    names = list(dict.fromkeys(nic.interface or nic.name for nic in choice.nics.values()))
+def _interfaces(nics: Iterable[Nic]) -> str:
+    names = list(dict.fromkeys(nic.interface or nic.name for nic in nics))
     return "/".join(names[:3]) + ("/..." if len(names) > 3 else "") if names else "its own choice"
 
 

@@ -4,17 +4,19 @@ make_plan(options, topology=..., placement=..., num_layers=12, ...)
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import Choice, choose_without_costs
 from lightning_holmes.plan.partition import Partition
-from lightning_holmes.plan.placement import Placement, clusters_of
+from lightning_holmes.plan.placement import Placement, cluster_levels, clusters_of
 from lightning_holmes.plan.plan import WHOLE_MODULE, Axis, GroupPlan, Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 
-# For the ranks of a group: what moves its bytes, and why.
-Transports = Callable[[Sequence[int]], tuple[str, str]]
+Use = Literal["tensors", "messages", "world"]
+# For the ranks of a group and what it is for: what moves its bytes, and why.
+Transports = Callable[[Sequence[int], Use], tuple[str, str]]
 
 
 def make_plan(
@@ -80,41 +82,58 @@ def make_plan(
         partition=choice.partition,
         placement=placement,
         clusters=clusters,
-        groups=tuple(_groups(placement, edges, transports)),
+        groups=tuple(_groups(placement, edges, transports, [cluster.name for cluster, _ in topology.places()])),
         notes=tuple(notes),
     )
 
 
-def _groups(placement: Placement, pairs: Sequence[tuple[int, int]], transports: Transports) -> list[GroupPlan]:
-    """The groups of more than one rank: replicas of each stage, its tensor groups, pipelines, and their edges if those use
-    something else."""
+def _groups(
+    placement: Placement, pairs: Sequence[tuple[int, int]], transports: Transports, clusters: Sequence[str]
+) -> list[GroupPlan]:
+    """The groups of more than one rank: replicas of each stage with their parts inside and across clusters, its tensor
+    groups, pipelines, and their edges if those use something else; then those of messages, and all ranks."""
     found = []
+    messages: list[tuple[str, tuple[int, ...]]] = []
     tensor = placement.tensor_parallel_size
     for rank in range(placement.pipeline_parallel_size if placement.data_parallel_size > 1 else 0):
         for part in range(tensor):
             members = placement.data_parallel_group(rank, part)
             name = f"data_parallel_{rank}" + (f"_{part}" if tensor > 1 else "")
             found.append(_group(name, "data_parallel", members, "gradients of one stage", transports))
+            inside, across = cluster_levels(members, clusters)
+            for level, groups in (("inside", inside), ("across", across)):
+                use = f"gradients of one stage {level} clusters, if summed so"
+                for number, part_ranks in enumerate(groups):
+                    found.append(
+                        _group(f"{name}_{level}_{number}", "data_parallel", tuple(part_ranks), use, transports)
+                    )
     for rank in range(placement.pipeline_parallel_size if tensor > 1 else 0):
         for replica in range(placement.data_parallel_size):
             members = placement.tensor_parallel_group(rank, replica)
             name = f"tensor_parallel_{rank}_{replica}"
             found.append(_group(name, "tensor_parallel", members, "inside the layers of one stage", transports))
+            messages.append((f"tensor_messages_{rank}_{replica}", members))
     for replica in range(placement.data_parallel_size if placement.pipeline_parallel_size > 1 else 0):
         for part in range(tensor):
             members = placement.pipeline_group(replica, part)
             place = f"{replica}" + (f"_{part}" if tensor > 1 else "")
             whole = _group(f"pipeline_{place}", "pipeline", members, "between stages", transports)
             found.append(whole)
+            messages.append((f"messages_{place}", members))
             for source, destination in pairs:
                 name = f"edge_{place}_{source}_{destination}"
                 ends = (members[source], members[destination])
                 edge = _group(name, "pipeline", ends, f"activations, stage {source} to {destination}", transports)
                 if edge.transport != whole.transport:
                     found.append(edge)
+    for name, members in messages:
+        found.append(_group(name, "messages", members, "shapes, logs and errors", transports))
+    if placement.world_size > 1:
+        use = "signals, and what is logged with sync_dist"
+        found.append(_group("world", "world", tuple(range(placement.world_size)), use, transports))
     return found
 
 
 def _group(name: str, axis: Axis, ranks: tuple[int, ...], use: str, transports: Transports) -> GroupPlan:
-    transport, reason = transports(ranks)
+    transport, reason = transports(ranks, axis if axis in ("messages", "world") else "tensors")
     return GroupPlan(name=name, axis=axis, ranks=ranks, transport=transport, reason=f"{use}; {reason}")

@@ -22,7 +22,8 @@ from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.plan.stage_ranks import rank_of_stage, stages_of_rank
 
-Axis = Literal["pipeline", "data_parallel", "tensor_parallel"]
+Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "world"]
+"""What a group is for: an axis of the mesh; messages of its ranks, which carry no tensors of the model; or all ranks."""
 WHOLE_MODULE = "(whole module)"
 """What a plan calls the layers of a module that is run whole."""
 

@@ -60,15 +60,20 @@ def print_plan(plan: Plan, file: IO[str] | None = None, *, parameter_counts: Seq
     console.print(plan_table(plan, parameter_counts=parameter_counts))
     if plan.groups:
         console.print(Text("Groups", style="bold"))
-        alike: dict[tuple[str, str, str], list[GroupPlan]] = {}
-        for group in plan.groups:
-            alike.setdefault((group.axis, group.transport, group.reason), []).append(group)
-        for (axis, transport, reason), groups in alike.items():
-            _print_item(console, f"{axis} over {transport}: {reason} [{_group_ranks(groups)}]")
+        for axis, transport, reason, ranks in group_rows(plan):
+            _print_item(console, f"{axis} over {transport}: {reason} [{ranks}]")
     if plan.notes:
         console.print(Text("Choices", style="bold"))
         for note in plan.notes:
             _print_item(console, note)
+
+
+def group_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """(axis, transport, reason, ranks in words) of each kind of group, those alike in one row."""
+    alike: dict[tuple[str, str, str], list[GroupPlan]] = {}
+    for group in plan.groups:
+        alike.setdefault((group.axis, group.transport, group.reason), []).append(group)
+    return [(*kind, _group_ranks(groups)) for kind, groups in alike.items()]
 
 
 def _print_item(console: Console, text: str) -> None:

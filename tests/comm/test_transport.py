@@ -110,6 +110,27 @@ def test_nccl_lists_hold_what_any_group_of_the_process_needs() -> None:
     assert transports(NCCL_SOCKET_IFNAME="eth9").nccl_environment([[0, 4]]) == {}
 
 
+def test_messages_and_the_group_of_all_ranks_stay_on_ethernet() -> None:
+    ethernet = "ethernet: the interface that reaches the master"
+    for backend in ("gloo", "nccl"):
+        chosen = transports(backend=backend)
+        assert chosen.describe([0, 2], "messages") == ("gloo on eth0", ethernet)
+        assert chosen.describe([0, 1], "messages") == ("gloo", "all on host a0")
+    assert transports(backend="gloo").describe(range(6), "world") == ("gloo on eth0", ethernet)
+    assert transports().describe(range(6), "world") == ("nccl Socket on eth0", ethernet)
+    for variable, setting, used in (
+        ("NCCL_NET", "Socket", "nccl Socket"),
+        ("NCCL_SOCKET_IFNAME", "eth", "nccl Socket"),
+    ):
+        respected = f"{variable}={setting} in the environment is respected"
+        assert transports(**{variable: setting}).describe(range(6), "world") == (used, respected)
+    by_user = transports(GLOO_SOCKET_IFNAME="eth9")
+    assert by_user.describe([0, 4], "messages") == (
+        "gloo on eth9",
+        "GLOO_SOCKET_IFNAME=eth9 in the environment is respected",
+    )
+
+
 def test_settings_of_the_user_are_respected() -> None:
     chosen = transports(backend="gloo", GLOO_SOCKET_IFNAME="eth9")
     assert chosen.interface([0, 2]) == chosen.host_interface() == "eth9"
@@ -132,6 +153,8 @@ def test_settings_that_a_group_cannot_work_with_are_refused() -> None:
         ConfigurationError, match=r"NCCL_NET=IB in the environment forces .* ranks 0, 4 .* none in common"
     ):
         transports(NCCL_NET="IB").net_name([0, 4])
+    with pytest.raises(ConfigurationError, match=r"NCCL_NET=IB .* ranks 0, 1, 2, 3, 4, 5 has none in common"):
+        transports(NCCL_NET="IB").check_world(range(6))
     with pytest.raises(
         ConfigurationError,
         match=r"NCCL_IB_HCA=\^mlx5_0 in the environment leaves out mlx5_0 of host a0, .* the group of ranks 0, 2 needs",
@@ -152,7 +175,7 @@ def test_settings_that_a_group_cannot_work_with_are_refused() -> None:
 )
 def test_an_interface_that_ends_at_the_clusters_border_is_refused(backend: str, variable: str, setting: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        transports(backend=backend, **{variable: setting}).check_interfaces(range(6))
+        transports(backend=backend, **{variable: setting}).check_world(range(6))
     for words in (
         f"{variable}={setting} in the environment means ib_mlx5_0 on host a0",
         "the group of ranks 0, 1, 2, 3, 4, 5 cannot be connected: infiniband card mlx5_0, which ends there",
@@ -174,20 +197,20 @@ def test_an_interface_that_ends_at_the_clusters_border_is_refused(backend: str, 
     ],
 )
 def test_an_interface_that_reaches_all_hosts_is_respected(backend: str, variable: str, setting: str) -> None:
-    transports(backend=backend, **{variable: setting}).check_interfaces(range(6))
+    transports(backend=backend, **{variable: setting}).check_world(range(6))
 
 
 def test_a_fast_cards_interface_is_respected_where_it_reaches_all_hosts() -> None:
     shared = [nic("infiniband", "mlx5_0", fabric="A"), ETH]
     for clusters in ((cluster("a", [shared] * 2),), (cluster("a", [shared]), cluster("b", [shared]))):
-        transports(Topology(clusters=clusters), backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_interfaces([0, 1])
+        transports(Topology(clusters=clusters), backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_world([0, 1])
     # a RoCE card by which the host reaches the master is an Ethernet card as well
     both = [nic("roce", "mlx5_1", fabric="B"), nic("ethernet", "rdma_mlx5_1")]
     apart = Topology(clusters=(cluster("a", [both]), cluster("b", [shared])))
-    transports(apart, backend="gloo", GLOO_SOCKET_IFNAME="rdma_mlx5_1").check_interfaces([0, 1])
+    transports(apart, backend="gloo", GLOO_SOCKET_IFNAME="rdma_mlx5_1").check_world([0, 1])
     down = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A", up=False), ETH], shared]),))
     with pytest.raises(ConfigurationError, match=r"cannot be connected: mlx5_0 \(infiniband\) is down; mlx5_0 of a0"):
-        transports(down, backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_interfaces([0, 1])
+        transports(down, backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_world([0, 1])
 
 
 def test_an_interface_that_is_not_there_is_refused() -> None:

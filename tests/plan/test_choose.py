@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.placement import make_placement
@@ -40,7 +40,7 @@ def plan_of(
         layers=layers,
         num_layers=8,
         batch_size=batch_size,
-        transports=lambda ranks: ("gloo", "tested"),
+        transports=lambda ranks, use: (f"gloo for {use}", "tested"),
     )
 
 
@@ -73,10 +73,25 @@ def test_every_group_of_several_ranks_is_in_the_plan_once() -> None:
     assert sorted((g.axis, g.ranks) for g in plan.groups) == [
         ("data_parallel", (0, 1)),
         ("data_parallel", (2, 3)),
+        ("messages", (0, 2)),
+        ("messages", (1, 3)),
         ("pipeline", (0, 2)),
         ("pipeline", (1, 3)),
+        ("world", (0, 1, 2, 3)),
     ]
+    used = {group.axis: group.transport for group in plan.groups}
+    assert used["messages"] == "gloo for messages" and used["world"] == "gloo for world"
+    assert used["data_parallel"] == used["pipeline"] == "gloo for tensors"
     assert plan_of(1, 1).groups == ()
+    apart = Topology(clusters=tuple(Cluster(name=n, hosts=(Host(name=n, devices=2),)) for n in "ab"))
+    assert [(group.name, group.ranks) for group in plan_of(1, 4, topology=apart).groups] == [
+        ("data_parallel_0", (0, 1, 2, 3)),
+        ("data_parallel_0_inside_0", (0, 1)),
+        ("data_parallel_0_inside_1", (2, 3)),
+        ("data_parallel_0_across_0", (0, 2)),
+        ("data_parallel_0_across_1", (1, 3)),
+        ("world", (0, 1, 2, 3)),
+    ]
     assert Plan.from_yaml_text(plan.to_yaml()) == plan
 
 

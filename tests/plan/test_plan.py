@@ -27,6 +27,7 @@ PLAN = Plan(
         GroupPlan(name="data0", axis="data_parallel", ranks=(0, 1), transport="gloo", reason="the only one on CPU"),
         GroupPlan(name="pipe0", axis="pipeline", ranks=(0, 2), transport="gloo", reason="crosses [clusters]"),
         GroupPlan(name="pipe1", axis="pipeline", ranks=(1, 3), transport="gloo", reason="crosses [clusters]"),
+        GroupPlan(name="world", axis="world", ranks=(0, 1, 2, 3), transport="gloo on eth0", reason="reaches all"),
     ),
     notes=("pipeline_parallel_size=2: one pipeline rank per cluster", "a note: with [brackets] and ünïcode"),
 )
@@ -87,6 +88,7 @@ def test_report() -> None:
         "1,234,567",
         "data_parallel over gloo",
         "crosses [clusters] [ranks 0, 2; 1, 3]",
+        "world over gloo on eth0: reaches all [ranks 0-3]",
         "one pipeline rank per cluster",
         "with [brackets] and ünïcode",
     ):

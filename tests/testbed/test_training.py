@@ -150,6 +150,8 @@ def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp
     assert data[frozenset({"ib0", "ib1"})].startswith("gloo on ib0: gradients of one stage; infiniband")
     assert data[frozenset({"roce0", "roce1"})].startswith("gloo on roce0: gradients of one stage; roce")
     assert all("gloo on eth0" in text and "crosses" in text for text in outcome.transports("pipeline").values())
+    control = outcome.transports("messages") | outcome.transports("world")
+    assert len(control) == 3 and all(text.startswith("gloo on eth0: ") for text in control.values())
     check_counters(outcome)
 
 
