@@ -3,6 +3,7 @@
 A base of HolmesStrategy; what is laid out is job_layout.py's, what waits for failures comm/failure.py's.
 """
 
+import functools
 import gc
 import socket
 import sys
@@ -30,9 +31,10 @@ from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.mesh import ProcessGroups, release
+from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import check_port_range, connect_world
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan_options import PlanOptions
@@ -166,6 +168,7 @@ class JoiningStrategy(ReplicaCollectives):
                 check_port_range(self._port_range)
         host = socket.gethostname() if self._inventory is None else self._inventory.name
         self._user_settings.check_interfaces(backend, host=host, interfaces=local_interfaces())
+        is_first = not torch.distributed.is_initialized()
         connect_world(
             environment,
             backend,
@@ -174,8 +177,11 @@ class JoiningStrategy(ReplicaCollectives):
             user=self._user_settings,
             timeout=self._timeout,
         )
+        if several_hosts and is_first:
+            announce(default_store(), rank=self.global_rank, host=host)
         if self._watch is None:
             self._watch = FailureWatch(default_store(), self.global_rank, self.world_size)
+            self._watch.on_doubt = functools.partial(tell_blocked, rank=self.global_rank, world_size=self.world_size)
 
     def _lay_out(self) -> None:
         """Topology, placement and process groups: all that does not depend on the module."""
@@ -207,6 +213,8 @@ class JoiningStrategy(ReplicaCollectives):
                 activation_dtype=self._activation_dtype,
             )
             self._placement, self._groups = self._layout.placement, self._layout.groups
+            if self._watch is not None:
+                self._watch.on_doubt = None
             # not at teardown: metrics and checkpoints use them after a run
             weakref.finalize(self, release, self._layout.groups.builder.owned).atexit = False
             if self.world_size > 1:
@@ -249,10 +257,26 @@ class JoiningStrategy(ReplicaCollectives):
             cause = exception if self._watch is None else self._watch.explain(exception)
             if cause is not exception:
                 raise cause from None
-            if isinstance(exception, HolmesError) or not is_lost(exception) or self._groups is None:
+            if isinstance(exception, HolmesError) or not is_lost(exception):
+                raise
+            if self._groups is None:
+                if not self._failed:
+                    self._explain_blocked(exception)
                 raise
             where = f"on rank {self.global_rank} in {self._groups.builder.describe(group)}"
             raise ConnectionLostError(describe_loss(where, exception)) from exception
+
+    def _explain_blocked(self, exception: Exception) -> None:
+        """Raise what is known of connections that cannot be made, where WORLD has failed before there are other groups."""
+        if self._watch is None or self.num_nodes == 1:
+            return
+        self._watch.doubt()
+        blocked = gather_blocked(default_store(), world_size=self.world_size)
+        if blocked:
+            raise UnreachableError(
+                f"the group of all ranks cannot be connected: {'; '.join(blocked[:8])}. The library says: "
+                f"{str(exception).splitlines()[0]}. If a firewall lies between them, open the ports and give port_range"
+            ) from exception
 
     @property
     def _replicas(self) -> Any:

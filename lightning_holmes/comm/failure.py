@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from lightning_holmes.comm.lost import is_lost
@@ -20,6 +21,7 @@ _KEY = "failure"
 _FIRST_KEY = "first"
 _SEEN_KEY = "seen"
 _END_KEY = "end"
+_DOUBT_KEY = "doubt"
 _NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
 _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
@@ -48,6 +50,9 @@ class FailureWatch:
         self._asked = False
         self.asked_to_end = False
         """On rank 0: another rank has been told to end, and asks for all to."""
+        self.on_doubt: Callable[[Any], None] | None = None
+        """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
+        stuck. None: nobody asks any more."""
         self._cause: tuple[int, str, str] | None = None
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
@@ -103,6 +108,17 @@ class FailureWatch:
             self._asked = True
             self._store.set(self._key(_END_KEY), "1")
 
+    def doubt(self) -> None:
+        """Have every rank's ``on_doubt`` called."""
+        with contextlib.suppress(Exception):  # the store's own rank is gone
+            self._store.set(self._key(_DOUBT_KEY), "1")
+
+    def _answer(self) -> None:
+        asked = self.on_doubt
+        if asked is not None and self._store.check([self._key(_DOUBT_KEY)]):
+            self.on_doubt = None
+            threading.Thread(target=asked, args=(self._store,), name="holmes-doubt", daemon=True).start()
+
     def explain(self, exception: BaseException) -> BaseException:
         """``exception`` itself, or what another rank reported if this one merely lost its connection to it."""
         if isinstance(exception, RemoteError) or not is_lost(exception):
@@ -133,6 +149,8 @@ class FailureWatch:
             if self._rank == 0 and not self.asked_to_end:
                 with contextlib.suppress(Exception):
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
+            with contextlib.suppress(Exception):
+                self._answer()
             self._cause = cause = self._look()
             self._answered = time.monotonic()
             if cause is None or cause[0] == self._rank:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from lightning_holmes.errors import ConnectionLostError, HolmesError
+from lightning_holmes.errors import ConnectionLostError, HolmesError, UnreachableError
 
 _WORDS = ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 
 
 def is_lost(exception: BaseException) -> bool:
-    """Whether an exception is that of a connection that broke or timed out."""
-    if isinstance(exception, (dist.DistError, ConnectionError, ConnectionLostError)):
+    """Whether an exception is that of a connection that broke, timed out, or could not be made."""
+    if isinstance(exception, (dist.DistError, ConnectionError, ConnectionLostError, UnreachableError)):
         return True
     return isinstance(exception, RuntimeError) and any(word in str(exception) for word in _WORDS)
 

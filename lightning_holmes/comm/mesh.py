@@ -5,7 +5,7 @@ Every rank must build them, in the same order.
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from lightning_holmes.comm.collectives import SyncGroups
 from lightning_holmes.comm.edges import DistributedEdges
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
+from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.transport import GroupTransports
+from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
 from lightning_holmes.plan.stage_ranks import ranks_of_stages
 from lightning_holmes.torch_private import nccl_options
@@ -70,8 +72,23 @@ class GroupBuilder:
         self.owned.append(created)
         if on_host:
             self._on_host.add(name)
-        dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if is_gloo else self.device), group=created)
+        with self._naming_first_use(created, name):
+            dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if is_gloo else self.device), group=created)
         return created
+
+    @contextlib.contextmanager
+    def _naming_first_use(self, group: dist.ProcessGroup, name: str) -> Iterator[None]:
+        """NCCL connects at the first use, and says with an address and a port, where it has them, whom it does not reach."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+            raise UnreachableError(
+                f"{self.describe(group)} cannot be connected. The library says: {said}. If a firewall lies between the "
+                f"hosts, open the ports and give port_range; `lightning-holmes topology` under torchrun tries every connection"
+            ) from error
 
     def build_single(self, rank: int, name: str) -> dist.ProcessGroup | None:
         """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks. Stays (see `keep`)."""
@@ -120,10 +137,11 @@ class GroupBuilder:
         made = self.build((source, destination), name)
         if made is not None:
             number = torch.zeros(1, device=torch.device("cpu") if self.backend == "gloo" else self.device)
-            if self.rank == source:
-                dist.send(number, destination, group=made)
-            else:
-                dist.recv(number, source, group=made)
+            with self._naming_first_use(made, name):
+                if self.rank == source:
+                    dist.send(number, destination, group=made)
+                else:
+                    dist.recv(number, source, group=made)
         return made
 
 

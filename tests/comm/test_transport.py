@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
+from lightning_holmes.comm import mesh
 from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.comm.user_settings import UserSettings, hca_allows, interface_allows, set_own
 from lightning_holmes.comm.world import check_port_range
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.plan.transport import TransportChooser
 
 
@@ -334,3 +338,31 @@ def test_what_an_earlier_run_has_set_is_not_taken_for_the_users(monkeypatch: pyt
     assert UserSettings.read(files=()).get("NCCL_IB_HCA") is None
     monkeypatch.setenv("NCCL_IB_HCA", "=mlx5_7")
     assert UserSettings.read(files=()).get("NCCL_IB_HCA") == "=mlx5_7"
+
+
+def test_what_nccl_does_not_reach_at_a_groups_first_use_is_named_with_both_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL makes its connections then, and names address and port by itself."""
+    said = "NCCL error: remote error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<45123> failed : timed out"
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise torch.distributed.DistBackendError(said)
+
+    made = SimpleNamespace(group_desc="holmes_data_parallel_0")
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **options: made)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 2])
+    monkeypatch.setattr(torch.distributed, "all_reduce", refuse)
+    monkeypatch.setattr(mesh, "nccl_options", lambda net_name: None)
+    builder = mesh.GroupBuilder(
+        rank=0, backend="nccl", device=torch.device("cpu"), timeout=None, transports=transports()
+    )
+    with pytest.raises(UnreachableError) as told:
+        builder.build([0, 2], "holmes_data_parallel_0")
+    for words in (
+        "the group holmes_data_parallel_0 (nccl IB on mlx5_0; ",
+        "rank 0 on a0 (ib_mlx5_0 10.0.0.1), rank 2 on a1 (ib_mlx5_0 10.0.0.1)",
+        "Connect to 10.0.0.1<45123> failed",
+        "port_range",
+    ):
+        assert words in str(told.value)

@@ -250,20 +250,51 @@ def test_the_users_interface_carries_all_and_one_that_ends_at_the_border_is_refu
         assert f"the group of ranks 0, 1 cannot be connected: {card} card mlx5_0, which ends there" in output
 
 
+def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected(tmp_path: Path) -> None:
+    clusters = [cluster("a", 4, "infiniband"), cluster("b", 4, "roce")]
+    order = ["b3", "a1", "b0", "b1", "a0", "b2", "a2", "a3"]
+    of_address: dict[str, str] = {}
+
+    def narrow(bed: Testbed) -> None:
+        """As the message of a range that the kernel does not keep to says."""
+        code = "open('/proc/sys/net/ipv4/ip_local_port_range', 'w').write('21000 21999')"
+        bed.run([sys.executable, "-c", code], check=True)
+        of_address.update({nic.address: host.name for host in bed.layout.hosts for nic in host.nics})
+
+    outcome = run(clusters, tmp_path, order=order, prepare=narrow, strategy={"port_range": [21000, 21999]})
+    grid, world = outcome.ranks[0]["grid"], len(order)
+    assert len(grid) == 2
+    pairs = set()
+    for rank, found in enumerate(outcome.ranks):
+        assert found["opened"] and all(21000 <= port <= 21999 for port in found["opened"]), "of this package"
+        assert found["listening"] and all(21000 <= port <= 21999 for port in found["listening"]), "gloo's"
+        pairs |= {(rank, order.index(of_address[address])) for address in found["peers"]}
+    across = {(one, other) for one, other in pairs if order[one][0] != order[other][0]}
+    pipelines = {ends for column in zip(*grid, strict=True) for ends in (column, column[::-1])}
+    # WORLD's collectives go round in rings and by powers of two
+    rings = {(one, (one + sign * step) % world) for one in range(world) for step in (1, 2, 4) for sign in (1, -1)}
+    assert pipelines <= across <= pipelines | rings
+    assert len(across) < 2 * 4 * 4, "not everyone with everyone"
+
+
+def swallow(bed: Testbed, interface: str, addresses: Mapping[str, str], one: str, other: str) -> None:
+    """From now on two hosts' packets to each other's addresses go to a card that is not there."""
+    for host, peer in ((one, other), (other, one)):
+        code = (
+            f"import pyroute2; ip = pyroute2.IPRoute(); index = ip.link_lookup(ifname={interface!r})[0]\n"
+            f"ip.neigh('replace', dst={addresses[peer]!r}, lladdr='02:00:00:00:00:99', ifindex=index, state=0x80)"
+        )
+        bed.run([sys.executable, "-c", code], hosts=[host], check=True)
+
+
 def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_path: Path) -> None:
     """The file says that two hosts share a fabric; between them packets of the fast cards are swallowed."""
     hosts = cluster("ib", 2, "infiniband")
-    swallow = (
-        "import pyroute2; ip = pyroute2.IPRoute(); index = ip.link_lookup(ifname='ib0')[0]\n"
-        "ip.neigh('replace', dst=DESTINATION, lladdr='02:00:00:00:00:99', ifindex=index, state=0x80)"
-    )
     path = tmp_path / "topology.yaml"
     path.write_text("clusters:\n- name: only\n  hosts: [{name: ib0, devices: 1}, {name: ib1, devices: 1}]\n")
     with Testbed(Topology(clusters=(hosts,)), TestbedOptions()) as bed:
         fast = {host.name: host.nics[0].address for host in bed.layout.hosts}
-        for host, other in (("ib0", "ib1"), ("ib1", "ib0")):
-            code = swallow.replace("DESTINATION", repr(fast[other]))
-            bed.run([sys.executable, "-c", code], hosts=[host], check=True)
+        swallow(bed, "ib0", fast, "ib0", "ib1")
         options = json.dumps({"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
         results = bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=150)
     output = "".join(result.output for result in results.values())
@@ -273,3 +304,23 @@ def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_pat
         assert f"rank {rank} on {host} (ib0 {fast[host]})" in output
     for address in fast.values():
         assert re.search(rf"it listens on {re.escape(address)}:\d{{4,5}}\b", output), output[-3000:]
+
+
+def test_a_blocked_connection_of_all_ranks_is_named_likewise(tmp_path: Path) -> None:
+    """Two hosts reach the master, but not each other. Whichever rank fails first, what it prints names the two."""
+    with Testbed(Topology(clusters=(cluster("e", 3),)), TestbedOptions()) as bed:
+        addresses = {host.name: host.nics[0].address for host in bed.layout.hosts}
+        swallow(bed, "eth0", addresses, "e1", "e2")
+        options = json.dumps({"num_nodes": 3, "strategy": {"pipeline_parallel_size": 3}, "timeout_s": 6})
+        results = bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=150)
+    output = "".join(result.output for result in results.values())
+    assert all(result.exit_code for result in results.values())
+    assert "UnreachableError: the group of all ranks cannot be connected: " in output, output[-3000:]
+    for one, other in ((1, 2), (2, 1)):
+        place = (
+            rf"rank {one} on e{one} \(eth0 {re.escape(addresses[f'e{one}'])}\) does not reach rank {other} on e{other} "
+        )
+        end = rf"\(eth0 {re.escape(addresses[f'e{other}'])}\) at port \d{{4,5}}: timed out"
+        assert re.search(place + end, output), output[-3000:]
+    assert "rank 0 on e0" not in output
+    assert "failed first" not in output or "failed first: UnreachableError" in output

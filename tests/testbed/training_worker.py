@@ -5,6 +5,7 @@ python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # its ar
 
 import json
 import os
+import socket
 import sys
 import time
 import warnings
@@ -66,11 +67,28 @@ def settled_counters() -> dict[str, int]:
     return counters
 
 
+def listen_and_tell(ports: list[int]) -> None:
+    """From now on, note the port of each listener that is opened in Python, as all of the package's are."""
+    listen = socket.socket.listen
+
+    def noting(self: socket.socket, *backlog: int) -> None:
+        listen(self, *backlog)
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            ports.append(self.getsockname()[1])
+
+    socket.socket.listen = noting  # type: ignore[method-assign]
+
+
 class Watch(Callback):
-    """Losses of the steps, and what went over each interface from the second step on."""
+    """Losses of the steps, what went over each interface from the second step on, and who is connected behind the last.
+
+    The store, which every rank asks, is not counted.
+    """
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.listening: list[int] = []
+        self.peers: list[str] = []
         self.before: dict[str, int] = {}
         self.sent: dict[str, int] = {}
 
@@ -80,6 +98,12 @@ class Watch(Callback):
             self.before = settled_counters()
         elif len(self.losses) == STEPS:
             self.sent = {name: count - self.before[name] for name, count in settled_counters().items()}
+            store = int(os.environ.get("MASTER_PORT", 0))
+            for end in psutil.Process().net_connections(kind="tcp"):
+                if end.status == psutil.CONN_LISTEN and end.laddr.port != store:
+                    self.listening.append(end.laddr.port)
+                elif end.status == psutil.CONN_ESTABLISHED and store not in (end.laddr.port, end.raddr.port):
+                    self.peers.append(end.raddr.ip)
 
 
 def train(**options: Any) -> tuple[Trainer, Watch]:
@@ -103,6 +127,8 @@ def train(**options: Any) -> tuple[Trainer, Watch]:
 
 def main(folder: Path, options: dict[str, Any]) -> None:
     """Train, and write what was found on this rank."""
+    opened: list[int] = []
+    listen_and_tell(opened)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy: str | HolmesStrategy = "holmes"
@@ -121,6 +147,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         "clusters": list(plan.clusters),
         "groups": [[g.axis, list(g.ranks), g.transport, g.reason] for g in plan.groups],
         "notes": list(plan.notes),
+        "opened": opened,
+        "listening": watch.listening,
+        "peers": sorted(set(watch.peers)),
         "layers": list(plan.partition.layer_counts),
         "mesh": [list(mesh.mesh_dim_names or ()), mesh.get_coordinate()],
         "weights": float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters())),
