@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import Machine, ipv4_gid, write
 
+from lightning_holmes.cluster import interfaces
 from lightning_holmes.cluster.hardware import HostInventory, probe_host, read_switches
 from lightning_holmes.cluster.sysfs import SysfsReader
 from lightning_holmes.errors import ConfigurationError
@@ -233,7 +234,34 @@ def test_under_50_ms_on_a_large_host(machine: Machine) -> None:
         start = time.perf_counter()
         assert len(probe_host(machine_root=str(machine.root)).rdma) == 8
         seconds.append(time.perf_counter() - start)
+    print(f"probe_host() with 8 RoCE cards, 8 GPUs and 200 bridges: {min(seconds) * 1e3:.1f} ms")
     assert min(seconds) < 0.05, seconds
+
+
+def test_the_main_interface_is_the_one_that_reaches_the_master(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even behind an RDMA card, and whatever the default route says."""
+    machine.rdma("mlx5_0", layer="Ethernet", sm_lid="0x0", gids=roce_gids("10.9.0.3", "ens1"))
+    machine.interface("ens1", addresses=["10.9.0.3/16"], speed="100000", driver="mlx5_core")
+    machine.interface("eth0", addresses=["10.0.0.5/24"], driver="ice")
+    machine.interface("eth1", addresses=["10.2.0.5/24"], driver="ice")
+    route = "eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0"
+    write(
+        machine.root / "proc/net/route",
+        "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n" + route,
+    )
+    ways = {"10.2.7.1": "10.2.0.5", "10.9.1.1": "10.9.0.3", "10.0.0.1": "10.0.0.5", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(interfaces, "source_address", ways.get)
+
+    def main(master: str | None) -> tuple[str | None, str]:
+        inventory = probe_host(machine_root=str(machine.root), master_addr=master)
+        return inventory.main_interface, inventory.interfaces[0].name
+
+    assert main("10.2.7.1") == ("eth1", "eth1")
+    assert main("10.9.1.1") == ("ens1", "ens1")
+    # this host is the master, which the loopback reaches; the master is not known; there is no way to it
+    assert main("127.0.0.1") == main(None) == main("10.77.0.1") == ("eth0", "eth0")
 
 
 def test_this_machine_without_root_or_names(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,7 @@ def test_64_hosts_in_ten_seconds() -> None:
     seconds = time.monotonic() - start
     assert [len(cluster.hosts) for cluster in topology.clusters] == [40, 24]
     assert topology.unreachable == ()
+    print(f"64 hosts found and measured: {seconds:.1f} s")
     assert seconds < 10, seconds
 
 

@@ -1,5 +1,6 @@
 """Discovery on real network namespaces: clusters, speeds of each link, and a fast card that is down."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from launch import forked_python
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
+from lightning_holmes.commands import testbed as command
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
@@ -94,3 +96,34 @@ def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Pat
     assert speed is not None and is_right(speed)
     stated = roce.speed("roce")
     assert stated is not None and not stated.measured
+
+
+def test_the_command_prints_clusters_links_and_measured_speeds(
+    bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lightning-holmes topology under torchrun, started on every host by lightning-holmes testbed run."""
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    arguments = ["run", "--id", bed.bed_id, "--torchrun", "--shuffle", "--timeout", "120"]
+    told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
+    for _ in range(3):  # as in discover
+        command.main([*arguments, "--", "-m", "lightning_holmes.cli", "topology", "--refresh"])
+        lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+        start = next(index for index, line in enumerate(lines) if line.startswith("cluster "))
+        hosts = [line.split() for line in lines[start:] if line.endswith("up   ")]
+        links = [re.match(r"(\S+) +(\S+) +(\S+) +([\d.]+) Mbit/s +[\d.]+ [um]s +measured", line) for line in lines]
+        found = {link.groups()[:3]: float(link[4]) for link in links if link is not None}
+        if all(speed == pytest.approx(told[kind], rel=0.15) for (_, _, kind), speed in found.items()):
+            break
+    assert set(found) == {
+        ("infiniband", "itself", "infiniband"),
+        ("infiniband", "itself", "ethernet"),
+        ("roce", "itself", "roce"),
+        ("roce", "itself", "ethernet"),
+        ("infiniband", "roce", "ethernet"),
+    }
+    assert all(speed == pytest.approx(told[kind], rel=0.15) for (_, _, kind), speed in found.items()), found
+    assert len(hosts) == 8 and hosts[0][:2] == ["infiniband", "a-0"] and hosts[4][:2] == ["roce", "b-0"]
+    ranks = [int(row[-8]) for row in hosts[::2]]
+    assert sorted(ranks) == [0, 1, 2, 3] != ranks, "each host once, and shuffled"
+    assert [row[-3] for row in hosts] == ["ib0", "eth0", "ib0", "eth0", "roce0", "eth0", "roce0", "eth0"]

@@ -37,6 +37,7 @@ links: [{ends: [a, b], transport: ethernet, bandwidth: 40 Mbit/s, latency: 0}]
 ETHERNET_BYTES_PER_S = 10e6  # 80 Mbit/s
 OPTIONS = TestbedOptions(ethernet_bandwidth_bytes_per_s=ETHERNET_BYTES_PER_S, host_cpu_shares={"b-0": 0.3})
 PYTHON = [sys.executable, "-I", "-S"]
+ROOT = str(Path(__file__).parents[2])
 TRANSFER = str(Path(__file__).parent / "transfer.py")
 SHELL = (
     'if [ "$HOLMES_HOST_NAME" = "$1" ]; then exec "$3" -I -S "$4" receive; else exec "$3" -I -S "$4" send "$2" "$5"; fi'
@@ -172,6 +173,14 @@ def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
         assert told["address"] == bed.layout.host(host).ethernet.address
         assert set(told["interfaces"]) == {"lo", "eth0", "ib0" if host[0] == "a" else "roce0"}
         assert told["devices"] == ["ib0" if host[0] == "a" else "mlx"]
+
+
+def test_the_main_interface_is_the_one_that_reaches_the_master(bed: Testbed) -> None:
+    program = "import sys; from lightning_holmes.cluster.hardware import probe_host as p; print(*(p(master_addr=a).main_interface for a in sys.argv[1:]))"
+    masters = [bed.layout.host("b-1").ethernet.address, bed.layout.nic("a-1.ib0")[1].address]
+    command = [sys.executable, "-c", program, *masters, ""]
+    results = bed.run(command, hosts=["a-0"], env={"PYTHONPATH": ROOT}, timeout_s=60, check=True)
+    assert results["a-0"].output.split() == ["eth0", "ib0", "eth0"]
 
 
 def test_torchrun_numbers_processes_by_node(bed: Testbed) -> None:
@@ -313,6 +322,12 @@ def test_the_state_is_kept_between_commands(tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit) as caught:
             call("run", "--timeout", "20", "--", "false")
         assert caught.value.code == 1 and "a-0: exit 1" in capsys.readouterr().err
+        script = tmp_path / "who.sh"
+        script.write_text("echo $RANK $GROUP_RANK $WORLD_SIZE $HOLMES_HOST_NAME\n")
+        two = ("--host", "a-0", "--host", "b-1")
+        out = call("run", "--torchrun", "2", "--shuffle", *two, "--", "--no-python", "sh", str(script))
+        told = sorted(line for line in out.splitlines() if re.fullmatch(r"\[\S+\] \d \d 4 \S+", line))
+        assert told == ["[a-0] 2 1 4 a-0", "[a-0] 3 1 4 a-0", "[b-1] 0 0 4 b-1", "[b-1] 1 0 4 b-1"], out
         with pytest.raises(ConfigurationError, match="'sideways' is no change; write rate=50mbit, down or up"):
             call("set", "a-0.eth0", "sideways")
         with pytest.raises(ConfigurationError, match="no command to run"):
