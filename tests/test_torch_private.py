@@ -1,7 +1,11 @@
 """What lightning_holmes/torch_private.py relies on; a failure here means that torch has changed it."""
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -115,6 +119,25 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
         group.allreduce([tensor]).wait()
         assert tensor.tolist() == [1.0, 1.0]
     assert not torch_private.is_backend_registered("no_such_backend")
+
+
+def test_gloo_has_no_ibverbs() -> None:
+    """Where this fails, torch has learnt it: let gloo groups on an RDMA fabric use it (comm/gloo.py), where it opens."""
+    program = "from lightning_holmes import torch_private; torch_private.gloo_device('lo')"
+    asked = subprocess.run(  # gloo reads the variable once a process
+        [sys.executable, "-c", program],
+        env={**os.environ, "GLOO_DEVICE_TRANSPORT": "IBVERBS"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "unsupported gloo device" in asked.stderr and asked.returncode, asked
+
+
+def test_gloos_default_device_does_not_read_the_interface_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is why the user's interfaces are given to it by name (comm/transport.py)."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    assert torch_private.gloo_device(None) is not None
 
 
 def test_fake_tensors_know_their_mode_and_fused_attention_is_counted() -> None:

@@ -91,6 +91,15 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     baseline.has_weights({n: p.detach() for n, p in trainer.lightning_module.named_parameters()})
 
 
+def test_all_three_axes_at_once(baseline: Baseline) -> None:
+    """Pipeline x data x tensor, of two each: no rank's neighbours on one axis are those on another."""
+    case = {"devices": 8, "strategy": {"pipeline_parallel_size": 2, "num_microbatches": 2}, "style": "sequence"}
+    found = [of_rank[0] for of_rank in launch(8, "tensor_parallel_cases:run_all", [case], timeout_s=200)]
+    assert sorted(f["coordinate"] for f in found) == [(p, d, t) for p in (0, 1) for d in (0, 1) for t in (0, 1)]
+    assert found[0]["grid"] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    baseline.is_met_by(found)
+
+
 def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
     """Built without memory: the weights of one process under the strategy. Built in __init__: those of plain Lightning."""
     pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
