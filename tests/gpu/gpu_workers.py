@@ -4,8 +4,9 @@ import os
 from typing import Any
 
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -80,6 +81,57 @@ def train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     )
     trainer.fit(module)
     return losses.values, {name: value.float().cpu() for name, value in module.state_dict().items()}
+
+
+class Validated(Data):
+    """Logs a loss by hand and by a torchmetrics object in validation, on whatever device it is."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.compute_loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        self.mean(loss)
+        self.log("val_mean", self.mean)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs, the second one resumed from the first one's checkpoint in another layout: what each rank has then."""
+    folder, accelerator, world_size = (
+        options["folder"],
+        options.get("accelerator", "gpu"),
+        int(os.environ["WORLD_SIZE"]),
+    )
+    found: dict[str, Any] = {"losses": [], "metrics": []}
+    resumed = None
+    for epochs, holmes in enumerate(options["holmes"], start=1):
+        seed_everything(0)
+        losses = Losses()
+        trainer = Trainer(
+            accelerator=accelerator,
+            devices=1,
+            num_nodes=world_size if holmes is not None else 1,
+            strategy="auto" if holmes is None else lightning_holmes.HolmesStrategy(**holmes),
+            max_epochs=epochs,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            callbacks=[losses, ModelCheckpoint(f"{folder}/epoch{epochs}", filename="end")],
+        )
+        module = Validated(hidden_size=64, num_layers=4, num_heads=4, sequence_length=SEQUENCE)
+        trainer.fit(module, ckpt_path=resumed)
+        resumed = f"{folder}/epoch{epochs}/end.ckpt"
+        found["losses"] += losses.values
+        found["metrics"].append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        found["device"] = str(next(iter(trainer.optimizers[0].state.values()))["exp_avg"].device)
+    return found
 
 
 def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:

@@ -6,6 +6,7 @@ process on the same GPU. Tolerance: 2e-2 relative on losses in bf16-mixed (8 bit
 order) and 16-mixed, where the first steps may overflow and be skipped, 1e-4 in fp32.
 """
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,6 @@ def test_losses_and_weights_equal_those_of_one_process(
         environment=ranks_on_one_gpu,
     )
     assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
-    import pickle
-
     tolerance = TOLERANCES[precision]
     for rank in range(world_size):
         results = pickle.loads((tmp_path / f"result{rank}").read_bytes())
@@ -74,3 +73,21 @@ def test_losses_and_weights_equal_those_of_one_process(
             for key, value in weights.items():
                 close = torch.allclose(value, baseline[0][1][key], rtol=tolerance, atol=tolerance)
                 assert close or precision != "32-true", f"{name}: {key}"
+
+
+@pytest.mark.parametrize("layouts", [("pipeline 2", "data 2"), ("data 2", "pipeline 2, interleaved")], ids="-".join)
+def test_validation_and_a_resume_in_another_layout_equal_one_process(layouts: tuple[str, str], tmp_path: Path) -> None:
+    (plain,) = launch(1, "gpu_workers:stop_and_resume", {"folder": str(tmp_path / "plain"), "holmes": [None, None]})
+    payload = {"folder": str(tmp_path / "staged"), "holmes": [LAYOUTS[name][1] for name in layouts]}
+    folder = tmp_path / "job"
+    workers = launch_raw(
+        2, "gpu_workers:stop_and_resume", payload, timeout_s=280, folder=folder, environment=ranks_on_one_gpu
+    )
+    assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
+    for rank in range(2):
+        found = pickle.loads((folder / f"result{rank}").read_bytes())
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        for mine, theirs in zip(found["metrics"], plain["metrics"], strict=True):
+            for name in ("val_loss", "val_mean"):  # the training loss is each replica's own
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
+        assert found["device"].startswith("cuda")
