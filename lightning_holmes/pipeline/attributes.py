@@ -8,6 +8,7 @@ sets and reads them. Tensors are followed by trace.py; what objects of other cla
     watch.uses[0].written, watch.uses[0].read
 """
 
+import enum
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
+
+from lightning_holmes.pipeline import tree
 
 Place = tuple[int, bool]  # position (see structure.py), whether inside that layer
 
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
+"""Values that are the same on every stage if they are the same on one."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _RESERVED = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
 _MAX_ENTRIES = 10_000
@@ -134,3 +139,34 @@ class AttributeWatch:
 
         part.__class__ = type(type(part).__name__, (type(part),), {key: property(read, write, delete)})
         self._finishers.append(notice)
+
+
+def plain_parts(value: Any) -> Any:
+    """The Python values in a layer's arguments, and those in the attributes of objects among them."""
+    parts: list[Any] = []
+
+    def look(_: Any, child: Any) -> Any:
+        if tree.is_container(child):
+            parts.append(len(child) if hasattr(child, "__len__") else 0)
+            tree.map_children(look, child)
+        elif isinstance(child, CONSTANTS):
+            parts.append(repr(child))
+        elif not isinstance(child, (Tensor, nn.Module)) and hasattr(child, "__dict__"):
+            parts.append([(k, repr(v)) for k, v in vars(child).items() if isinstance(v, CONSTANTS)])
+        return child
+
+    look(None, value)
+    return parts
+
+
+def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
+    found: dict[str, Tensor] = {}
+    skip = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks", "_trainer", "_fabric")
+    for name, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
+            if key in skip or not (isinstance(value, Tensor) or tree.is_container(value)):
+                continue
+            for index, tensor in enumerate(tree.tensors_of(value)):
+                found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
+    return found

@@ -19,7 +19,6 @@ Left to others: what a value is worth. Python numbers that leave a layer neither
 attribute are not followed; ``lightning_holmes.check`` compares the numbers.
 """
 
-import enum
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,46 +27,27 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_holmes.comm import sharded
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.attributes import AttributeWatch, Place, Use, changes, snapshot
+from lightning_holmes.pipeline.attributes import (
+    CONSTANTS,
+    AttributeWatch,
+    Place,
+    Use,
+    attribute_tensors,
+    changes,
+    plain_parts,
+    snapshot,
+)
+from lightning_holmes.pipeline.following import FollowPython, FollowValues
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.torch_private import TorchDispatchMode, collective_ranks, operator_name, written_arguments
+from lightning_holmes.torch_private import collective_ranks
 
-# operators whose result depends on the shape and type of a tensor, not on its values
-_VALUE_FREE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_empty_strided",
-        "sym_size",
-        "sym_numel",
-        "sym_stride",
-        "empty_strided",
-    ]
-)
-_TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
-_READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-_SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-_READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 _MAX_GRAPH_NODES = 200_000
 
 
@@ -92,7 +72,7 @@ def trace_step(
     reasons = []
     for candidate in candidate_layer_lists(module, layers):
         try:
-            return _Tracer(module, step_name, candidate.name).run(arguments, context)
+            return Tracer(module, step_name, candidate.name).run(arguments, context)
         except _NotTheLayers as reason:
             reasons.append(f"{candidate.describe()}: {reason}")
     raise UnsupportedModuleError(
@@ -106,7 +86,7 @@ class _NotTheLayers(Exception):
     """The chosen list is not what the step runs through; another candidate may be."""
 
 
-class _Tracer:
+class Tracer:
     """One traced run: the sources, where they are read, and the verdict."""
 
     def __init__(self, module: LightningModule, step_name: str, layers: str) -> None:
@@ -206,14 +186,14 @@ class _Tracer:
             layer.forward = self._gate(places[id(layer)], layer.forward)
         restore = self._silence()
         before = snapshot(self.shadow)
-        kept = set(_attribute_tensors(self.shadow))
+        kept = set(attribute_tensors(self.shadow))
         try:
             if self.step_name != "training_step":
                 self.shadow.eval()
             self.shadow._trainer = self.original._trainer
             output = self._pass(arguments, context)
             changed = changes(before, snapshot(self.shadow))
-            after = _attribute_tensors(self.shadow)
+            after = attribute_tensors(self.shadow)
             buffers = any(key in self.written_at for key in buffer_keys.values())
             if changed or buffers or set(after) != kept or any(self.taint.get(self.key(t)) for t in after.values()):
                 self.stale, self.read_before, self.read_at = len(self.sources), self.read_at, {}
@@ -234,18 +214,18 @@ class _Tracer:
         self.position, self.inside, self.called = BEFORE, False, []
         for index in range(self.num_layers):
             self.layer_bits[index] = self.new_source("inside", index)
-        attributes = {name: self.taint.get(self.key(t), 0) for name, t in _attribute_tensors(self.shadow).items()}
+        attributes = {name: self.taint.get(self.key(t), 0) for name, t in attribute_tensors(self.shadow).items()}
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
         # Under a dispatch mode torch.compile gives a function up for good: the steps behind this one would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
-        with grad, eager, _FollowValues(self), _FollowPython(self), context() if context is not None else nullcontext():
+        with grad, eager, FollowValues(self), FollowPython(self), context() if context is not None else nullcontext():
             output = step(*arguments)
         if self.called != list(range(self.num_layers)):
             self._refuse_calls()
         self.read(self.taint_of(tree.tensors_of(output)), self.num_layers)
-        for name, tensor in _attribute_tensors(self.shadow).items():
+        for name, tensor in attribute_tensors(self.shadow).items():
             owner = self._layer_of_attribute(name)
             taint = self.taint.get(self.key(tensor), 0) & ~attributes.get(name, 0)
             self.read(taint, self.num_layers if owner is None else owner)
@@ -282,10 +262,10 @@ class _Tracer:
             self.called.append(index)
             inputs = tree.tensors_of((args, kwargs))
             self.position, self.inside = index, True
-            given = _plain_parts((args, kwargs))
+            given = plain_parts((args, kwargs))
             output = forward(*args, **kwargs)
             self.inside = False
-            if _plain_parts((args, kwargs)) != given:
+            if plain_parts((args, kwargs)) != given:
                 raise UnsupportedModuleError(
                     f"layer {index} of {self.layers} changes Python values in an argument it is given: later stages "
                     f"would not see that; hand the values on in its output, or use pipeline_parallel_size=1"
@@ -312,7 +292,7 @@ class _Tracer:
         def look(_: Any, value: Any) -> Any:
             if tree.is_container(value):
                 tree.map_children(look, value)
-            elif not isinstance(value, (tree.Leaf, *_CONSTANTS, types.FunctionType)):
+            elif not isinstance(value, (tree.Leaf, *CONSTANTS, types.FunctionType)):
                 raise UnsupportedModuleError(
                     f"layer {index} of {self.layers} returns an object of class {type(value).__name__}, which cannot "
                     f"travel between stages: return tensors, numbers, strings, and lists, dicts or dataclasses of them"
@@ -542,106 +522,6 @@ class _Tracer:
         return names
 
 
-class _FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Carries the sources of every operator's inputs to its outputs."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer = tracer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tracer = self.tracer
-        if tracer.paused:
-            return func(*args, **kwargs)
-        name = operator_name(func)
-        if func.namespace in ("c10d", "_c10d_functional") and not tracer.is_of_tensor_group(func, args, kwargs):
-            raise UnsupportedModuleError(
-                f"{type(tracer.original).__name__}.{tracer.step_name} calls the collective {name}: the stages of a "
-                f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
-            )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            raise UnsupportedModuleError(
-                f"{type(tracer.original).__name__}.{tracer.step_name} draws from a torch.Generator of its own, which "
-                f"the stages cannot keep in step; draw from torch's default generator"
-            )
-        inputs = tree.tensors_of((args, kwargs))
-        taint = tracer.taint_of(inputs)
-        keys = {tracer.key(t) for t in inputs}
-        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
-        for tensor in written:
-            tracer.refuse_parameter_write(tensor)
-        output = func(*args, **kwargs)
-        if name in _VALUE_FREE:
-            taint = 0
-        if name in _TO_PYTHON:
-            _read_by_python(tracer, taint)
-            return output
-        if any(tag in func.tags for tag in _SHAPED_BY_VALUES):
-            _read_by_python(tracer, taint)
-        results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
-        fresh = [t for t in results if tracer.key(t) not in keys]
-        if written or fresh or not results:
-            if tracer.inside:
-                tracer.read(taint)
-                taint |= tracer.layer_bits[tracer.position]
-            elif tracer.here == tracer.num_layers:
-                tracer.read(taint)
-        for tensor in written:
-            tracer.mark(tensor, taint)
-            key = tracer.key(tensor)
-            tracer.written_at[key] = tracer.here
-            if not tracer.inside:
-                if tracer.here < tracer.num_layers:
-                    tracer.written_early.add(key)
-                if key in tracer.output_keys:
-                    tracer.changed_outputs.add(tracer.output_keys[key])
-        for tensor in fresh:
-            tracer.mark(tensor, taint)
-        return output
-
-
-class _FollowPython(TorchFunctionMode):
-    """Sees the ways from a tensor to Python that no operator shows."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = self.tracer
-        if func in _READ_BY_PYTHON and args:
-            _read_by_python(tracer, tracer.taint_of(tree.tensors_of(args[0])))
-        elif func in (torch.autograd.backward, Tensor.backward):
-            self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
-        elif func is torch.autograd.grad and tracer.called and not tracer.inside:
-            self._refuse(
-                "calls torch.autograd.grad after layers have run",
-                "no stage holds the whole graph; use pipeline_parallel_size=1",
-            )
-        elif func == _READ_GRAD and isinstance(args[0], nn.Parameter):
-            self._refuse(
-                "reads .grad of a parameter",
-                "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
-            )
-        elif func == _SET_DATA:
-            tracer.refuse_parameter_write(args[0])
-        return func(*args, **(kwargs or {}))
-
-    def _refuse(self, what: str, why: str) -> None:
-        tracer = self.tracer
-        raise UnsupportedModuleError(f"{type(tracer.original).__name__}.{tracer.step_name} {what}: {why}")
-
-
-def _read_by_python(tracer: _Tracer, taint: int) -> None:
-    """A value became a Python number: inside a layer its own affair, elsewhere every later place may depend on it."""
-    if tracer.inside:
-        tracer.read(taint)
-    else:
-        for position in range(max(tracer.position, 0), tracer.num_layers + 1):
-            tracer.read(taint, position)
-
-
 class _LoggerProbe:
     """Stands for a logger while a step is traced; only ``self.log`` reaches loggers from a pipeline's stages."""
 
@@ -659,34 +539,3 @@ class _LoggerProbe:
 
 def _readers(reads: dict[int, int], bit: int) -> list[int]:
     return sorted(position for position, taint in reads.items() if taint & bit)
-
-
-def _plain_parts(value: Any) -> Any:
-    """The Python values in a layer's arguments, and those in the attributes of objects among them."""
-    parts: list[Any] = []
-
-    def look(_: Any, child: Any) -> Any:
-        if tree.is_container(child):
-            parts.append(len(child) if hasattr(child, "__len__") else 0)
-            tree.map_children(look, child)
-        elif isinstance(child, _CONSTANTS):
-            parts.append(repr(child))
-        elif not isinstance(child, (Tensor, nn.Module)) and hasattr(child, "__dict__"):
-            parts.append([(k, repr(v)) for k, v in vars(child).items() if isinstance(v, _CONSTANTS)])
-        return child
-
-    look(None, value)
-    return parts
-
-
-def _attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
-    found: dict[str, Tensor] = {}
-    skip = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks", "_trainer", "_fabric")
-    for name, submodule in module.named_modules():
-        for key, value in vars(submodule).items():
-            if key in skip or not (isinstance(value, Tensor) or tree.is_container(value)):
-                continue
-            for index, tensor in enumerate(tree.tensors_of(value)):
-                found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
-    return found

@@ -1,0 +1,193 @@
+"""The modes under which a traced step runs: one sees every operator, the other the ways to Python that none shows.
+
+They carry sources from inputs to outputs, and say what they see to a :class:`Follower`, which knows where the step is:
+the tracer of trace.py.
+
+    with FollowValues(tracer), FollowPython(tracer):
+        step(batch, 0)
+"""
+
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
+
+# operators whose result depends on the shape and type of a tensor, not on its values
+_VALUE_FREE = frozenset(
+    f"aten::{name}"
+    for name in [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_empty_strided",
+        "sym_size",
+        "sym_numel",
+        "sym_stride",
+        "empty_strided",
+    ]
+)
+_TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+_READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Follower(Protocol):
+    """Who keeps what is found: where the step is, which sources each tensor has, and what has read or changed it."""
+
+    original: LightningModule
+    step_name: str
+    paused: bool
+    inside: bool
+    position: int
+    num_layers: int
+    called: list[int]
+    layer_bits: dict[int, int]
+    written_at: dict[int, int]
+    written_early: set[int]
+    output_keys: dict[int, tuple[int, int]]
+    changed_outputs: set[tuple[int, int]]
+
+    @property
+    def here(self) -> int:
+        """The position that reads and writes count for."""
+        ...
+
+    def key(self, tensor: Tensor) -> int:
+        """Of a tensor's memory."""
+        ...
+
+    def taint_of(self, tensors: list[Tensor]) -> int:
+        """All sources of some tensors."""
+        ...
+
+    def mark(self, tensor: Tensor, taint: int) -> None:
+        """Give a tensor further sources."""
+        ...
+
+    def read(self, taint: int, position: int | None = None) -> None:
+        """A place depends on these sources."""
+        ...
+
+    def refuse_parameter_write(self, tensor: Tensor) -> None:
+        """Stop if this is a parameter that the step may not change."""
+        ...
+
+    def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a collective is one among the ranks that share a layer."""
+        ...
+
+
+class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Carries the sources of every operator's inputs to its outputs."""
+
+    def __init__(self, tracer: Follower) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tracer = self.tracer
+        if tracer.paused:
+            return func(*args, **kwargs)
+        name = operator_name(func)
+        if func.namespace in ("c10d", "_c10d_functional") and not tracer.is_of_tensor_group(func, args, kwargs):
+            raise UnsupportedModuleError(
+                f"{type(tracer.original).__name__}.{tracer.step_name} calls the collective {name}: the stages of a "
+                f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise UnsupportedModuleError(
+                f"{type(tracer.original).__name__}.{tracer.step_name} draws from a torch.Generator of its own, which "
+                f"the stages cannot keep in step; draw from torch's default generator"
+            )
+        inputs = tree.tensors_of((args, kwargs))
+        taint = tracer.taint_of(inputs)
+        keys = {tracer.key(t) for t in inputs}
+        written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
+        for tensor in written:
+            tracer.refuse_parameter_write(tensor)
+        output = func(*args, **kwargs)
+        if name in _VALUE_FREE:
+            taint = 0
+        if name in _TO_PYTHON:
+            _read_by_python(tracer, taint)
+            return output
+        if any(tag in func.tags for tag in _SHAPED_BY_VALUES):
+            _read_by_python(tracer, taint)
+        results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
+        fresh = [t for t in results if tracer.key(t) not in keys]
+        if written or fresh or not results:
+            if tracer.inside:
+                tracer.read(taint)
+                taint |= tracer.layer_bits[tracer.position]
+            elif tracer.here == tracer.num_layers:
+                tracer.read(taint)
+        for tensor in written:
+            tracer.mark(tensor, taint)
+            key = tracer.key(tensor)
+            tracer.written_at[key] = tracer.here
+            if not tracer.inside:
+                if tracer.here < tracer.num_layers:
+                    tracer.written_early.add(key)
+                if key in tracer.output_keys:
+                    tracer.changed_outputs.add(tracer.output_keys[key])
+        for tensor in fresh:
+            tracer.mark(tensor, taint)
+        return output
+
+
+class FollowPython(TorchFunctionMode):
+    """Sees the ways from a tensor to Python that no operator shows."""
+
+    def __init__(self, tracer: Follower) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
+        if func in _READ_BY_PYTHON and args:
+            _read_by_python(tracer, tracer.taint_of(tree.tensors_of(args[0])))
+        elif func in (torch.autograd.backward, Tensor.backward):
+            self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
+        elif func is torch.autograd.grad and tracer.called and not tracer.inside:
+            self._refuse(
+                "calls torch.autograd.grad after layers have run",
+                "no stage holds the whole graph; use pipeline_parallel_size=1",
+            )
+        elif func == _READ_GRAD and isinstance(args[0], nn.Parameter):
+            self._refuse(
+                "reads .grad of a parameter",
+                "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
+            )
+        elif func == _SET_DATA:
+            tracer.refuse_parameter_write(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, what: str, why: str) -> None:
+        tracer = self.tracer
+        raise UnsupportedModuleError(f"{type(tracer.original).__name__}.{tracer.step_name} {what}: {why}")
+
+
+def _read_by_python(tracer: Follower, taint: int) -> None:
+    """A value became a Python number: inside a layer its own affair, elsewhere every later place may depend on it."""
+    if tracer.inside:
+        tracer.read(taint)
+    else:
+        for position in range(max(tracer.position, 0), tracer.num_layers + 1):
+            tracer.read(taint, position)
