@@ -88,7 +88,7 @@ class HolmesTrainer(Trainer):
         profile: Literal["fake", "measure"] = "fake",
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
-        sharded_optimizer: bool = False,
+        sharded_optimizer: bool | Literal["auto"] | None = None,
         plot: str | None = None,
         html: str | None = None,
         format: Literal["table", "json"] = "table",
@@ -105,7 +105,7 @@ class HolmesTrainer(Trainer):
             profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
             tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
-            sharded_optimizer: Optimizer states are divided over replicas.
+            sharded_optimizer: Whether optimizer states are divided over replicas; by default as the strategy's argument says.
             plot: A .png or .svg file for the timeline of the best plan's step.
             html: A file for one page with everything.
             format: What is printed: a table or JSON.

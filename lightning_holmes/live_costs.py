@@ -87,7 +87,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
-        own_s=_STEP_OPERATORS * max(s.operator_s for s in speeds),
+        own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
 
 
@@ -111,7 +111,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
             problem = cost
             break
         found.append(alike_layers(cost))
-    update = _time_update(request.device)
+    update = time_update(request.device)
     mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
     everyone: list[Any] = _everyone(request, mine)
     problems = [entry[0] for entry in everyone if entry[0] is not None]
@@ -126,7 +126,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
-        own_s=_STEP_OPERATORS * max(entry[2].operator_s for entry in everyone),
+        own_s=own_step_s(max(entry[2].operator_s for entry in everyone)),
     )
 
 
@@ -198,7 +198,12 @@ def _profiled(
         return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
 
 
-def _time_update(device: torch.device) -> float:
+def own_step_s(operator_s: float) -> float:
+    """Seconds of a rank's own in a step, outside of microbatches and the optimizer, where a tiny operator takes so many."""
+    return _STEP_OPERATORS * operator_s
+
+
+def time_update(device: torch.device) -> float:
     """Seconds of AdamW's step for each byte of parameters: what optimizers of its kind cost."""
     parameter = torch.nn.Parameter(torch.zeros(1 << 19, device=device))
     parameter.grad = torch.ones_like(parameter)

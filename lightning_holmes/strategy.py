@@ -54,6 +54,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.plan_request import LivePlan, PlanRequest, ProfileKind
 from lightning_holmes.replica_metrics import ReplicaMetrics
 from lightning_holmes.signals import BatchSignals
@@ -197,6 +198,15 @@ class HolmesStrategy(SteppingStrategy):
             compression=compression,
             powersgd_rank=powersgd_rank,
         )
+        self.training_options = TrainingOptions(
+            sharded_optimizer=sharded_optimizer,
+            master_weights=master_weights,
+            grad_dtype=grad_dtype,
+            compression=compression,
+            powersgd_rank=powersgd_rank,
+            activation_dtype=activation_dtype,
+        )
+        """The arguments that decide what a step sends and holds, as predictions take them."""
         self._sharding_options = sharding.ShardingOptions(
             sharded_optimizer=sharded_optimizer, master_weights=master_weights
         )
@@ -502,6 +512,7 @@ class HolmesStrategy(SteppingStrategy):
                 batch=batch,
                 lesson=lesson,
                 options=self._options,
+                training=self.training_options,
                 layout=dataclasses.replace(self._layout, notes=(*self._layout.notes, *notes)),
                 profile=self._profile,
                 splitter=self._splitter,

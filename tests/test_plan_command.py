@@ -70,6 +70,22 @@ def test_what_the_config_fixes_stays_fixed(capsys):
     assert data["model"]["unit"] == "seconds" and data["batch_samples"] == 16
 
 
+def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(capsys):
+    fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--trainer.strategy.init_args.schedule=1f1b"]
+    found = []
+    for more in ([], ["sharded_optimizer=true", "grad_dtype=bf16", "activation_dtype=bf16"]):
+        given = [f"--trainer.strategy.init_args.{argument}" for argument in more]
+        code, out, err = run(capsys, *RECIPE, *fixed, *given, "--device_type=A100-80GB", "--format=json")
+        assert code == 0, err
+        found.append(json.loads(out[out.index("{") :])["best"])
+    plain, given = found
+    assert (plain["sharded_optimizer"], given["sharded_optimizer"]) == (False, True), "auto: the states are small"
+    assert given["nic_bytes_per_step"]["ethernet"] == plain["nic_bytes_per_step"]["ethernet"] / 2
+    assert max(given["memory_bytes"]) < max(plain["memory_bytes"])
+    code, _, err = run(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
+    assert code == 2 and "compression" in err
+
+
 def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     (tmp_path / "topology.yaml").write_text(TOPOLOGY)
     (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))

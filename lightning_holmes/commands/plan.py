@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +21,13 @@ from lightning.pytorch import LightningModule
 from lightning_holmes.admission import step_arguments
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.live_costs import own_step_s, time_update
+from lightning_holmes.live_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import build_fake, profile_step
-from lightning_holmes.plan.cost_model import CostModel, Training
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 from lightning_holmes.plan.plan_page import save_plan_page
@@ -32,9 +35,10 @@ from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.planner import SearchResult, SearchSpace, search
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
+from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 from lightning_holmes.strategy import HolmesStrategy
 
-_HOST_BYTES_PER_S = 10e9  # between two processes of one machine without GPUs: a guess, said in the output
+_PROBE_S = 0.03
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _DTYPES |= {"long": torch.int64, "int32": torch.int32, "float16": torch.float16, "bool": torch.bool}
 
@@ -50,7 +54,7 @@ class PlanRequest:
     profile: Literal["fake", "measure"] = "fake"
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
-    sharded_optimizer: bool = False
+    sharded_optimizer: bool | Literal["auto"] | None = None
     plot: str | None = None
     html: str | None = None
     format: Literal["table", "json"] = "table"
@@ -64,15 +68,37 @@ def run_plan(
     strategy: Any,
     trainer: Mapping[str, Any],
 ) -> SearchResult:
-    """Profile, search, print.
+    """Profile, search, print. The arguments are make_cost_model's."""
+    given = strategy_settings(strategy)
+    cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
+    result = search(cost_model, _space(request, given))
+    if request.format == "json":
+        print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
+    else:
+        print_search(result, cost_model)
+    if request.plot is not None:
+        save_timeline_plot([result.best.timeline], request.plot, title=f"{cost_model.model.name}: {result.best.run}")
+    if request.html is not None:
+        save_plan_page(result, cost_model, request.html)
+    return result
+
+
+def make_cost_model(
+    request: PlanRequest,
+    given: Mapping[str, Any],
+    *,
+    build_model: Callable[[], LightningModule],
+    load_batch: Callable[[LightningModule], Any] | None,
+    trainer: Mapping[str, Any],
+) -> CostModel:
+    """What a step costs, for all plans that the search may look at.
 
     Args:
+        given: the strategy's arguments (strategy_settings).
         build_model: makes the module; called where parameters take no memory, unless they are to be measured.
         load_batch: gives a training batch of one replica; None if there is no data.
-        strategy: trainer.strategy as parsed: a name, or class_path and init_args.
         trainer: the other trainer settings; num_nodes, devices, precision and accumulate_grad_batches are read.
     """
-    given = strategy_settings(strategy)
     topology = _topology(request, given, trainer)
     precision = str(trainer.get("precision") or "32-true")
     dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
@@ -91,24 +117,11 @@ def run_plan(
     network = Network(
         topology, local_bytes_per_s=devices[0].local_bytes_per_s, local_latency_s=devices[0].local_latency_s
     )
-    training = Training(
-        batch_samples=_batch_samples(samples, given, topology, trainer)
-        if request.batch_samples is None
-        else request.batch_samples,
-        gradient_ratio=1.0 if dtype is torch.float32 else 2.0,  # gradients gather in fp32
-        sharded_optimizer=request.sharded_optimizer,
-    )
-    cost_model = CostModel(cost, network, devices=devices, training=training)
-    result = search(cost_model, _space(request, given))
-    if request.format == "json":
-        print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
-    else:
-        print_search(result, cost_model)
-    if request.plot is not None:
-        save_timeline_plot([result.best.timeline], request.plot, title=f"{cost.name}: {result.best.run}")
-    if request.html is not None:
-        save_plan_page(result, cost_model, request.html)
-    return result
+    batch_samples = request.batch_samples
+    if batch_samples is None:
+        batch_samples = _batch_samples(samples, given, topology, trainer)
+    training = _training(request, given, cost, model, batch_samples)
+    return CostModel(cost, network, devices=devices, training=training)
 
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
@@ -226,7 +239,8 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
             name="this machine's process",
             peak_flops_per_s=1.0,  # not used: work is in seconds
             memory_bytes=float(psutil.virtual_memory().total) / most,
-            local_bytes_per_s=_HOST_BYTES_PER_S,
+            local_bytes_per_s=LOCAL_BYTES_PER_S["cpu"],
+            local_latency_s=LOCAL_LATENCY_S["cpu"],
             efficiency=1.0,
         )
         return (here,) * len(topology.clusters)
@@ -246,6 +260,31 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
     if missing:
         raise ConfigurationError(f"device_type={request.device_type!r} names no type for the cluster {missing[0]!r}")
     return tuple(chosen[name] for name in names)
+
+
+def _training(
+    request: PlanRequest, given: Mapping[str, Any], cost: ModelCost, model: LightningModule, batch_samples: int
+) -> Training:
+    """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
+    names = [entry.name for entry in fields(TrainingOptions)]
+    options = HolmesStrategy(**{name: given[name] for name in names if name in given}).training_options
+    if request.sharded_optimizer is not None:
+        options = replace(options, sharded_optimizer=request.sharded_optimizer)
+    update_s_per_byte = own_s = 0.0
+    here = request.device_type is None
+    if here:
+        device = next(model.parameters()).device
+        update_s_per_byte = time_update(device)
+        own_s = own_step_s(probe_device(device, seconds=_PROBE_S).operator_s)
+    return make_training(
+        options,
+        cost,
+        shapes=[tuple(p.shape) for p in model.parameters() if p.requires_grad],
+        batch_samples=batch_samples,
+        device="cpu" if here else "cuda",
+        update_s_per_byte=update_s_per_byte,
+        own_s=own_s,
+    )
 
 
 def _batch_samples(samples: int, given: Mapping[str, Any], topology: Topology, trainer: Mapping[str, Any]) -> int:

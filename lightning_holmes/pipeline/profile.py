@@ -264,6 +264,7 @@ class _Recorder:
         self.held = [0.0] * (size + 2)
         self.operators = [0.0] * (size + 2)  # of the forward
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
+        self.crossing_elements = 0
         self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
@@ -391,6 +392,7 @@ class _Recorder:
                 self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
 
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))
         return float(sum(tensor.numel() * tensor.element_size() for tensor in (wanting or tensors)))
 
 
@@ -432,6 +434,7 @@ def _model_cost(
         for position in range(size + 2)
     ]
     forbidden: tuple[int, ...] = ()
+    sizes = [(p.numel(), p.element_size()) for p in module.parameters() if p.requires_grad] or [(1, 4)]
     if structure is not None:
         forbidden = tuple(cut for cut in range(size - 1) if any(b.forbids(cut) for b in structure.bypasses))
     return ModelCost(
@@ -443,6 +446,8 @@ def _model_cost(
         shared_bytes=shared,
         forbidden_cuts=forbidden,
         tokens_per_sample=tokens_per_sample,
+        parameter_itemsize=sum(number * size for number, size in sizes) / sum(number for number, _ in sizes),
+        activation_itemsize=sum(seen.crossing) / seen.crossing_elements if seen.crossing_elements else 4.0,
         name=type(module).__name__,
     )
 

@@ -344,11 +344,13 @@ def _nothing_fits(
     ]
     for what, recomputation, sharded in changes:
         known = (not recomputation or True in space.recomputation) and (
-            not sharded or cost_model.training.sharded_optimizer
+            not sharded or cost_model.training.sharded_optimizer is not False
         )
         if known:
             continue
-        training = replace(cost_model.training, sharded_optimizer=cost_model.training.sharded_optimizer or sharded)
+        training = replace(
+            cost_model.training, sharded_optimizer=True if sharded else cost_model.training.sharded_optimizer
+        )
         other = CostModel(cost_model.model, cost_model.network, devices=cost_model.devices, training=training)
         allowed = (False, True) if recomputation else space.recomputation
         if any(_can_fit(other, run) for run in _shapes(candidates, allowed)):

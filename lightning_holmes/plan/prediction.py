@@ -22,6 +22,7 @@ class Prediction:
         peak_flops_per_s: of all devices.
         nic_bytes: by transport, what the busiest host's cards send in a step.
         memory_bytes, memory_limits: by pipeline rank.
+        sharded_optimizer: replicas share the optimizer's states.
         reason: why it was chosen, or what it lacks against the one that was.
     """
 
@@ -36,6 +37,7 @@ class Prediction:
     peak_flops_per_s: float
     nic_bytes: dict[str, float]
     memory_limits: tuple[float, ...]
+    sharded_optimizer: bool = False
     reason: str = ""
 
     @property
@@ -81,6 +83,7 @@ class Prediction:
             "num_microbatches": self.run.num_microbatches,
             "microbatch_samples": self.run.microbatch_samples,
             "recomputation": self.run.recomputation,
+            "sharded_optimizer": self.sharded_optimizer,
             "partition": list(self.partition.layer_counts),
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
@@ -117,6 +120,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         peak_flops_per_s=cost_model.peak_flops_per_s(),
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
+        sharded_optimizer=cost_model.is_sharded(run.layout),
     )
 
 

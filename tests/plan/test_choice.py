@@ -9,7 +9,7 @@ import pytest
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
-from lightning_holmes.plan.cost_model import CostModel, Layout, Training
+from lightning_holmes.plan.cost_model import CostModel, Layout
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
@@ -18,6 +18,7 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.training import Training
 
 LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e6, held_bytes=2e6)
 LAYOUT = Layout(pipeline=2, grid=((0,), (1,)))

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training, stage_in_flight
+from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, stage_in_flight
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
@@ -14,6 +14,7 @@ from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.schedule import make_schedule, max_in_flight
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import simulate
+from lightning_holmes.plan.training import Training
 
 TWO = """
 clusters:

@@ -1,5 +1,6 @@
 """Runs whose plan is chosen from costs, on every rank."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
-from lightning_holmes import HolmesStrategy
+from lightning_holmes import HolmesStrategy, live_plan
 
 
 class Wide(nn.Module):
@@ -74,3 +75,21 @@ def refused(payload: Any) -> list[str]:
         else:
             messages.append("")
     return messages
+
+
+def settings(payload: Any) -> list[dict[str, Any] | None]:
+    """For each set of arguments, what a run takes a step to be made of (Training); on rank 0, which predicts."""
+    seen: list[dict[str, Any]] = []
+    make = live_plan.make_training
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        seen.append(dataclasses.asdict(made))
+        return made
+
+    live_plan.make_training = noting  # type: ignore[assignment]
+    for case in payload["cases"]:
+        setting = Setting(folder=Path(payload["folder"]), holmes=case["holmes"])
+        trainer = setting.trainer(max_steps=1, precision=case["precision"])
+        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
+    return list(seen)

@@ -1,5 +1,6 @@
 """Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from launch import launch
 from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
+from lightning_holmes.commands.plan import PlanRequest, make_cost_model, strategy_settings
 from lightning_holmes.live_costs import alike_layers, alike_speeds
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan import Plan
@@ -84,6 +86,36 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
         assert messages[0] == ""
         assert "ConfigurationError" in messages[1] and "deals 7 layers, this model has 4" in messages[1]
         assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
+
+
+def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path) -> None:
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"sharded_optimizer": True, "grad_dtype": "bf16", "compression": "fp16", "activation_dtype": "bf16"},
+        {"sharded_optimizer": False, "compression": "powersgd", "powersgd_rank": 1, "grad_dtype": None},
+        {"master_weights": True},
+    ]
+    layout = {"pipeline_parallel_size": 2, "profile": "measure"}
+    cases = [
+        {"holmes": {**layout, **given}, "precision": "bf16-true" if "master_weights" in given else "32-true"}
+        for given in arguments
+    ]
+    first, _ = launch(2, "live_plan_cases:settings", {"folder": str(tmp_path), "cases": cases}, timeout_s=120)
+    assert len(first) == len(cases)
+    for case, lives in zip(cases, first, strict=True):
+        given = strategy_settings({"class_path": "HolmesStrategy", "init_args": case["holmes"]})
+        batch = next(iter(Setting(folder=tmp_path).loader(samples(32), 16)))
+        planned = make_cost_model(
+            PlanRequest(profile="measure"),
+            given,
+            build_model=lambda: build(Classifier),
+            load_batch=lambda module: batch,  # noqa: B023 - called at once
+            trainer={"devices": "2", "precision": case["precision"]},
+        ).training
+        commands = dataclasses.asdict(planned)
+        for measured in ("update_s_per_byte", "own_s"):
+            assert commands.pop(measured) > 0 and lives.pop(measured) > 0
+        assert commands == lives, case
 
 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
