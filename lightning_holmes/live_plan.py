@@ -26,6 +26,7 @@ from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without
 from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.cost_model import CostModel, Layout
 from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
@@ -62,6 +63,11 @@ def decide(request: PlanRequest) -> LivePlan:
         transports=layout.transports.describe,
         notes=layout.notes,
         choice=choice,
+        made_for=MadeFor(
+            module=type(request.module).__name__,
+            num_parameters=sum(p.numel() for p in request.module.parameters()),
+            clusters=cluster_facts(layout.topology),
+        ),
     )
     if structure is not None:
         structure.check_partition(plan.partition)

@@ -239,7 +239,9 @@ class HolmesStrategy(SteppingStrategy):
 
     # start
 
-    def _check_given_plan(self, topology: Topology, structure: ModuleStructure | None = None) -> None:
+    def _check_given_plan(
+        self, topology: Topology, structure: ModuleStructure | None = None, module: "pl.LightningModule | None" = None
+    ) -> None:
         """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
         plan = self._given_plan
         if plan is None:
@@ -258,6 +260,8 @@ class HolmesStrategy(SteppingStrategy):
             placement=placement,
             layers=None if structure is None else structure.layers,
             num_layers=None if structure is None else structure.num_layers,
+            module=None if module is None else type(module).__name__,
+            num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
             source=f"the plan in {self._plan_file}",
         )
 
@@ -343,7 +347,7 @@ class HolmesStrategy(SteppingStrategy):
         lesson = self._learn(samples)
         clusters = [cluster.name for cluster, _ in layout.topology.places()]
         notes = self._gradient_options.notes(self._placement, clusters) if fitting else []
-        self._check_given_plan(layout.topology, lesson.structure)
+        self._check_given_plan(layout.topology, lesson.structure, module)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
         self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts, notes=notes)

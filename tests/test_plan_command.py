@@ -9,6 +9,7 @@ import pytest
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
@@ -84,6 +85,23 @@ def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(ca
     assert max(given["memory_bytes"]) < max(plain["memory_bytes"])
     code, _, err = run(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
     assert code == 2 and "compression" in err
+
+
+def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--output={path}")
+    assert code == 0 and f"written: {path}" in out, err
+    plan = Plan.load(path)
+    assert plan.made_for.module == "GPT" and [c.hosts for c in plan.made_for.clusters] == [1, 1]
+    assert [c.cards for c in plan.made_for.clusters] == [("infiniband",), ("roce",)]
+    given = [f"--trainer.strategy.init_args.plan={path}", "--trainer.strategy.init_args.num_microbatches=auto"]
+    code, out, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--format=json")
+    assert code == 0, err
+    best = json.loads(out[out.index("{") :])["best"]
+    assert (best["schedule"], best["num_microbatches"]) == (plan.schedule, plan.num_microbatches)
+    assert tuple(best["partition"]) == plan.partition.layer_counts
+    code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.hidden_size=64")
+    assert code == 2 and "is not for this run" in err and "parameters, this one has" in err
 
 
 def test_a_model_far_larger_than_this_machine(capsys, tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -27,15 +27,23 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.plan.choice import Choice
+from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
-from lightning_holmes.plan.layer_cost import ModelCost, check_count
+from lightning_holmes.plan.layer_cost import ModelCost
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.planner import SearchResult, SearchSpace, search
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 
 _PROBE_S = 0.03
@@ -57,6 +65,7 @@ class PlanRequest:
     sharded_optimizer: bool | Literal["auto"] | None = None
     plot: str | None = None
     html: str | None = None
+    output: str | None = None
     format: Literal["table", "json"] = "table"
 
 
@@ -68,14 +77,21 @@ def run_plan(
     strategy: Any,
     trainer: Mapping[str, Any],
 ) -> SearchResult:
-    """Profile, search, print. The arguments are make_cost_model's."""
+    """Profile, search, print and write. The arguments are make_cost_model's."""
     given = strategy_settings(strategy)
+    asked = _strategy(given)
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
-    result = search(cost_model, _space(request, given))
+    if "plan" in given:
+        _check_given_plan(str(given["plan"]), cost_model)
+    result = search(cost_model, _space(request, asked.plan_options, is_plan="plan" in given))
+    if request.output is not None:
+        make_best_plan(result, cost_model, asked.plan_options).save(request.output)
     if request.format == "json":
         print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
     else:
         print_search(result, cost_model)
+        if request.output is not None:
+            print(f"written: {request.output}, for HolmesStrategy(plan={request.output!r})")
     if request.plot is not None:
         save_timeline_plot([result.best.timeline], request.plot, title=f"{cost_model.model.name}: {result.best.run}")
     if request.html is not None:
@@ -97,8 +113,9 @@ def make_cost_model(
         given: the strategy's arguments (strategy_settings).
         build_model: makes the module; called where parameters take no memory, unless they are to be measured.
         load_batch: gives a training batch of one replica; None if there is no data.
-        trainer: the other trainer settings; num_nodes, devices, precision and accumulate_grad_batches are read.
+        trainer: the other trainer settings; num_nodes, devices and precision are read.
     """
+    asked = _strategy(given)
     topology = _topology(request, given, trainer)
     precision = str(trainer.get("precision") or "32-true")
     dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
@@ -111,7 +128,7 @@ def make_cost_model(
     arguments = (small, *([0] * (step_arguments(model, "training_step") - 1)))
     with _default_dtype(dtype):
         cost = profile_step(
-            model, arguments, layers=given.get("layers", "auto"), mode=request.profile, context=_context(precision)
+            model, arguments, layers=asked.plan_options.layers, mode=request.profile, context=_context(precision)
         )
     devices = _devices(request, topology, cost)
     network = Network(
@@ -119,8 +136,8 @@ def make_cost_model(
     )
     batch_samples = request.batch_samples
     if batch_samples is None:
-        batch_samples = _batch_samples(samples, given, topology, trainer)
-    training = _training(request, given, cost, model, batch_samples)
+        batch_samples = _batch_samples(samples, asked.plan_options, topology)
+    training = _training(request, asked.training_options, cost, model, batch_samples)
     return CostModel(cost, network, devices=devices, training=training)
 
 
@@ -263,11 +280,9 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
 
 
 def _training(
-    request: PlanRequest, given: Mapping[str, Any], cost: ModelCost, model: LightningModule, batch_samples: int
+    request: PlanRequest, options: TrainingOptions, cost: ModelCost, model: LightningModule, batch_samples: int
 ) -> Training:
     """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
-    names = [entry.name for entry in fields(TrainingOptions)]
-    options = HolmesStrategy(**{name: given[name] for name in names if name in given}).training_options
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
     update_s_per_byte = own_s = 0.0
@@ -287,35 +302,106 @@ def _training(
     )
 
 
-def _batch_samples(samples: int, given: Mapping[str, Any], topology: Topology, trainer: Mapping[str, Any]) -> int:
-    """Samples of a step as fit would have them: the loader's batch for each replica of the configured layout."""
-    clusters = len(topology.clusters)
-    ranks = int(given.get("pipeline_parallel_size", clusters)) * int(given.get("tensor_parallel_size", 1))
-    replicas = max(1, topology.num_devices // ranks)
-    return samples * replicas * int(trainer.get("accumulate_grad_batches") or 1)
+def _strategy(given: Mapping[str, Any]) -> HolmesStrategy:
+    """The strategy with those of the arguments that a prediction knows, which it checks; and its plan file, if it has one."""
+    names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {"plan"}
+    return HolmesStrategy(**{name: value for name, value in given.items() if name in names})
 
 
-def _space(request: PlanRequest, given: Mapping[str, Any]) -> SearchSpace:
-    """What the search may choose: whatever the strategy's settings leave open."""
+def _check_given_plan(path: str, cost_model: CostModel) -> None:
+    """Refuse a plan file as fit would. Raises ConfigurationError with the difference."""
+    plan, topology, model = Plan.load(path), cost_model.network.topology, cost_model.model
+    placement = None
+    if plan.world_size == topology.num_devices:
+        placement = make_placement(
+            topology,
+            world_size=plan.world_size,
+            pipeline_parallel_size=plan.pipeline_parallel_size,
+            tensor_parallel_size=plan.tensor_parallel_size,
+        )
+    check_plan(
+        plan,
+        topology=topology,
+        placement=placement,
+        layers=None if plan.layers == WHOLE_MODULE else model.layer_list,
+        num_layers=None if plan.layers == WHOLE_MODULE else model.num_layers,
+        module=model.name,
+        num_parameters=model.num_parameters,
+        source=f"the plan in {path}",
+    )
+
+
+def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptions) -> Plan:
+    """The best plan as a run's plan, which the strategy takes as a file.
+
+    Args:
+        asked: what the strategy's settings ask for.
+    """
+    best, model, topology = result.best, cost_model.model, cost_model.network.topology
+    layout = best.run.layout
+    chooser = TransportChooser(topology)
+
+    def transports(ranks: Sequence[int]) -> tuple[str, str]:
+        choice = chooser.choose(ranks)
+        return choice.kind, choice.reason
+
+    notes = [
+        f"lightning-holmes plan: {best.step_s:.3g} s a step by prediction; {best.reason}",
+        f"batch: {best.batch_samples // layout.data} samples a replica, {best.batch_samples} a step; the data loader must give them",
+    ]
+    if best.run.recomputation:
+        notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
+    return make_plan(
+        replace(asked, layers=model.layer_list),
+        topology=topology,
+        placement=make_placement(
+            topology,
+            world_size=layout.num_devices,
+            pipeline_parallel_size=layout.pipeline,
+            tensor_parallel_size=layout.tensor,
+        ),
+        layers=model.layer_list,
+        num_layers=model.num_layers,
+        batch_size=best.batch_samples // layout.data,
+        transports=transports,
+        choice=Choice(
+            partition=best.partition,
+            schedule=best.run.schedule,
+            num_chunks=best.run.num_chunks,
+            num_microbatches=best.run.num_microbatches,
+            notes=tuple(notes),
+            prediction=best,
+        ),
+        made_for=MadeFor(module=model.name, num_parameters=model.num_parameters, clusters=cluster_facts(topology)),
+    )
+
+
+def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
+    """Samples of a batch of all replicas, as fit would have them: the loader's for each replica of the configured layout."""
+    size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
+    if size == "auto":
+        size, _ = choose_pipeline_size(topology, tensor)
+    return samples * max(1, topology.num_devices // (size * tensor))
+
+
+def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> SearchSpace:
+    """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
     space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
     space["recomputation"] = (False, True) if request.recomputation else (False,)
-    if "pipeline_parallel_size" in given:
-        space["pipeline"] = (check_count(given["pipeline_parallel_size"], "pipeline_parallel_size"),)
-    if "tensor_parallel_size" in given:
-        space["tensor"] = (check_count(given["tensor_parallel_size"], "tensor_parallel_size"),)
-    if "num_microbatches" in given:
-        space["num_microbatches"] = (check_count(given["num_microbatches"], "num_microbatches"),)
-    if "schedule" in given:
-        space["schedules"] = (given["schedule"],)
-    if "num_chunks" in given:
-        space["num_chunks"] = (given["num_chunks"],)
-        space.setdefault(
-            "schedules",
-            ("interleaved_1f1b", "eager_interleaved_1f1b") if given["num_chunks"] > 1 else ("1f1b", "gpipe"),
+    if asked.pipeline_parallel_size != "auto":
+        space["pipeline"] = (asked.pipeline_parallel_size,)
+    if asked.tensor_parallel_size > 1 or is_plan:
+        space["tensor"] = (asked.tensor_parallel_size,)
+    if asked.num_microbatches != "auto":
+        space["num_microbatches"] = (asked.num_microbatches,)
+    if asked.num_chunks != "auto":
+        space["num_chunks"] = (asked.num_chunks,)
+        space["schedules"] = (
+            ("interleaved_1f1b", "eager_interleaved_1f1b") if asked.num_chunks > 1 else ("1f1b", "eager_1f1b", "gpipe")
         )
-    partition = given.get("partition")
-    if partition is not None:
-        space["partition"] = partition if isinstance(partition, str) else tuple(partition)
+    if asked.schedule != "auto":
+        space["schedules"] = (asked.schedule,)
+    space["partition"] = asked.partition if isinstance(asked.partition, str) else tuple(asked.partition)
     return SearchSpace(**space)
 
 

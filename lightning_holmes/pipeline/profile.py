@@ -448,6 +448,8 @@ def _model_cost(
         tokens_per_sample=tokens_per_sample,
         parameter_itemsize=sum(number * size for number, size in sizes) / sum(number for number, _ in sizes),
         activation_itemsize=sum(seen.crossing) / seen.crossing_elements if seen.crossing_elements else 4.0,
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        layer_list=seen.layers,
         name=type(module).__name__,
     )
 

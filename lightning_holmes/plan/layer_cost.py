@@ -95,6 +95,7 @@ class ModelCost:
     they are counted in each, and their gradients are summed between the first and the last stage.
     forbidden_cuts: layers behind which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
     activation_itemsize: bytes of a trained parameter's element, and of one of what crosses cuts; means, where types mix.
+    layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
     """
 
     unit: WorkUnit
@@ -107,6 +108,8 @@ class ModelCost:
     tokens_per_sample: int | None = None
     parameter_itemsize: float = 4.0
     activation_itemsize: float = 4.0
+    num_parameters: int | None = None
+    layer_list: str = "layers"
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class ModelCost:
             check_number(getattr(self, name), name, positive=True)
         if self.tokens_per_sample is not None:
             check_count(self.tokens_per_sample, "tokens_per_sample")
+        if self.num_parameters is not None:
+            check_count(self.num_parameters, "num_parameters", minimum=0)
         if not self.layers:
             raise ConfigurationError("layers=() is not allowed; a model has at least one layer")
         for cut in self.forbidden_cuts:
