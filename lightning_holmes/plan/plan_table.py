@@ -108,6 +108,7 @@ def describe_task(cost_model: CostModel) -> str:
     model, clusters = cost_model.model, cost_model.network.topology.clusters
     places = ", ".join(
         f"{cluster.name}: {cluster.num_devices} x {device.name}"
+        + (f" ({device.efficiency:.2f} of peak, {device.efficiency_source})" if model.unit == "flops" else "")
         for cluster, device in zip(clusters, cost_model.devices, strict=True)
     )
     work = f", {(model.forward + model.backward) / model.microbatch_samples / 1e12:.3g} TFLOPs a sample"
