@@ -28,8 +28,8 @@ from lightning_holmes.plan.cost_model import CostModel, Layout
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import make_training
 from lightning_holmes.plan_request import LivePlan, PlanRequest
 
@@ -120,8 +120,8 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     )
     try:
         choice = choose(cost_model, layout)
-    except ConfigurationError:
-        if not forbidden:
+    except ConfigurationError as error:
+        if not forbidden or isinstance(error, NothingFitsError):
             raise
         return without(reason="no cut is free")  # the check of the partition names the value that it would lose
     notes = [guessed] if guessed else []
@@ -157,11 +157,13 @@ def _tell_others(
     for length, (cost_model, layout) in others.items():
         try:
             found = choose(cost_model, layout).prediction
+        except NothingFitsError:
+            shown.append(f"{length}: does not fit the memory")
+            continue
         except ConfigurationError:  # the options do not fit this length
             continue
         assert found is not None
-        ratio = f"{found.samples_per_s / chosen.samples_per_s:.2f}x"
-        shown.append(f"{length}: {ratio if fits(found) else 'does not fit the memory'}")
+        shown.append(f"{length}: {found.samples_per_s / chosen.samples_per_s:.2f}x")
     return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}"] if shown else []
 
 

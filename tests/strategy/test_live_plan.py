@@ -118,6 +118,16 @@ def test_a_plan_that_the_command_writes_is_followed(tmp_path: Path) -> None:
         assert found["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
 
 
+def test_a_run_whose_plans_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    asked = [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "partition": [2, 2]}]
+    for refused, by_hand in launch(
+        2, "live_plan_cases:crowded", {"folder": str(tmp_path), "holmes": asked}, timeout_s=120
+    ):
+        assert "Classifier" in refused and "GiB a device are missing at the least" in refused
+        assert "What would make it fit: " in refused and "partition=[...]" in refused
+        assert "GiB a device are missing" in by_hand
+
+
 def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path) -> None:
     arguments: list[dict[str, Any]] = [
         {},
