@@ -29,7 +29,8 @@ from lightning_holmes.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
 _MEASURE_S = 1.5  # of timing the layers, at the least
-_LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
+LARGEST_RUN = 50_000_000
+"""Parameters of a module that may be run whole on one rank for its profile."""
 # Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
 # others use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
@@ -96,7 +97,7 @@ def _may_be_timed(request: PlanRequest) -> bool:
     whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
     parameters = list(request.module.parameters())
     real = not any(map(is_absent, parameters))
-    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= _LARGEST_RUN
+    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= LARGEST_RUN
 
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
@@ -190,7 +191,7 @@ def _profiled(
                 context=request.context,
                 microbatch_samples=-(-whole // parts),
                 operator_s=operator_s,
-                may_run=sum(p.numel() for p in module.parameters()) <= _LARGEST_RUN,
+                may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
                 seconds=_MEASURE_S,
             )
     except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
@@ -129,12 +132,72 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
         (["--device_type=T4", "--html=/no/such/folder/x.html"], ["--html", "does not exist"]),
         (["--device_type=T4", "--batch_shape=input_ids=0x9"], ["batch_shape", "at least 1"]),
         (["--device_type=T4", "--batch_samples=0"], ["batch_samples=0"]),
+        (["--device_type=east:T4;west:A100-80GB", "--profile=measure"], ["unlike speed", "--profile measure"]),
     ],
 )
 def test_refused(capsys, options, words):
     code, _, err = run(capsys, *RECIPE, *options)
     assert code == 2 and "Traceback" not in err
     for word in words:
+        assert word in err
+
+
+class Reads(LightningModule):
+    """A step that looks at a value; a batch of its own."""
+
+    def __init__(self, hidden_size: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(hidden_size, hidden_size) for _ in range(4)))
+        self.example_input_array = torch.ones(4, hidden_size)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.blocks(batch).square().mean()
+        return loss * (2 if loss.item() > 0 else 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Runs(Reads):
+    """The same without the look."""
+
+    def training_step(self, batch, batch_idx):
+        return 2 * self.blocks(batch).square().mean()
+
+
+class Bare(Runs):
+    """The same without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = None
+
+
+SMALL = ["plan", "--trainer.strategy=holmes", "--trainer.devices=2", "--device_type=T4", "--format=json"]
+
+
+def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the_modules_own_example(capsys):
+    found = []
+    for name in ("Reads", "Runs"):
+        code, out, err = run(capsys, *SMALL, f"--model={__name__}.{name}")
+        assert code == 0, err
+        found.append(json.loads(out[out.index("{") :]))
+    reads, runs = (data["model"]["layers"] for data in found)
+    assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
+    assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
+
+
+def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_holmes.commands.plan.LARGEST_RUN", 100)
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
+    assert code == 2 and "Reads.training_step does not run on tensors without values" in err
+    assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err
+
+
+def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Bare")
+    assert code == 2
+    for word in ("data module", "Bare.example_input_array", "--batch_shape"):
         assert word in err
 
 

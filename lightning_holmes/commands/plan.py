@@ -20,13 +20,13 @@ from lightning.pytorch import LightningModule
 
 from lightning_holmes.admission import step_arguments
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.live_costs import own_step_s, time_update
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.live_costs import LARGEST_RUN, own_step_s, time_update
 from lightning_holmes.live_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
-from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.choice import Choice
 from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.cost_model import CostModel
@@ -121,15 +121,32 @@ def make_cost_model(
     dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
     with _default_dtype(dtype):  # as Lightning's precision plugin does
         model = configured(build_model()) if request.profile == "measure" else _build(build_model)
-    batch = _batch(request, model, load_batch)
-    batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-    samples = BatchSplitter().batch_size(batch)
-    small = BatchSplitter().split(batch, samples)[0]
-    arguments = (small, *([0] * (step_arguments(model, "training_step") - 1)))
-    with _default_dtype(dtype):
+
+    def profiled(module: LightningModule) -> tuple[ModelCost, int]:
+        """Its costs, and the samples of its batch."""
+        batch = _batch(request, module, load_batch)
+        batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        samples = BatchSplitter().batch_size(batch)
+        small = BatchSplitter().split(batch, samples)[0]
         cost = profile_step(
-            model, arguments, layers=asked.plan_options.layers, mode=request.profile, context=_context(precision)
+            module,
+            (small, *([0] * (step_arguments(module, "training_step") - 1))),
+            layers=asked.plan_options.layers,
+            mode=request.profile,
+            context=_context(precision),
+            may_run=_size(module) <= LARGEST_RUN,
         )
+        return cost, samples
+
+    with _default_dtype(dtype):
+        try:
+            cost, samples = profiled(model)
+        except ReadsValuesError as error:  # then it is run once for real, as in a run
+            if _size(model) > LARGEST_RUN:
+                raise UnsupportedModuleError(
+                    f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
+                ) from error
+            cost, samples = profiled(configured(build_model()))
     devices = _devices(request, topology, cost)
     network = Network(
         topology, local_bytes_per_s=devices[0].local_bytes_per_s, local_latency_s=devices[0].local_latency_s
@@ -153,6 +170,10 @@ def strategy_settings(strategy: Any) -> dict[str, Any]:
     defaults = inspect.signature(HolmesStrategy.__init__).parameters
     given = dict(strategy.get("init_args") or {})
     return {name: value for name, value in given.items() if name in defaults and value != defaults[name].default}
+
+
+def _size(module: LightningModule) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def parse_batch_shape(text: str) -> Any:
@@ -276,6 +297,11 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
     missing = [name for name in names if name not in chosen]
     if missing:
         raise ConfigurationError(f"device_type={request.device_type!r} names no type for the cluster {missing[0]!r}")
+    if cost.unit == "seconds" and len({entry.flops_per_s for entry in chosen.values()}) > 1:
+        raise ConfigurationError(
+            f"device_type={request.device_type!r} names devices of unlike speed, but --profile measure has the speed of this "
+            "machine alone; leave --profile out, which counts FLOPs and divides them by each type's speed, or name one type"
+        )
     return tuple(chosen[name] for name in names)
 
 

@@ -53,6 +53,10 @@ _DISTURBED = 1.5  # repeats that took so many times the middle one are left out
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
+class ReadsValuesError(UnsupportedModuleError):
+    """A step runs neither on tensors without values nor, for want of weights or by its size, for real."""
+
+
 def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
     """What factory makes, with parameters and buffers that take no memory and hold no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -87,8 +91,8 @@ def profile_step(
         seconds: how long "measure" goes on at the least, after its first repeats.
 
     Raises:
-        UnsupportedModuleError: the step runs through no list of layers in order, or runs neither on fake
-            tensors nor, having no real weights, for real.
+        UnsupportedModuleError: the step runs through no list of layers in order.
+        ReadsValuesError: it runs neither on fake tensors nor, having no real weights or not being allowed to, for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
     candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
@@ -141,7 +145,7 @@ def _run(
     except Exception as error:
         if not has_values or not may_run:
             lacks = "has no real weights to run it for real" if not has_values else "is not to be run for real for this"
-            raise UnsupportedModuleError(
+            raise ReadsValuesError(
                 f"{type(module).__name__}.training_step does not run on tensors without values "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}), and this module "
                 f"{lacks}; profile a smaller one, or leave the value out of the step"
