@@ -1,6 +1,7 @@
 """lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -199,6 +200,38 @@ def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):
     assert code == 2
     for word in ("data module", "Bare.example_input_array", "--batch_shape"):
         assert word in err
+
+
+def documented_keys() -> dict[str, set[str]]:
+    """By heading of the JSON's part of the documentation, the keys in the first column of its table."""
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    heading = ""
+    for line in text[text.index("## JSON\n") :].splitlines():
+        if line.startswith("## ") and found:
+            break
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+        if line.startswith("| `"):
+            found.setdefault(heading, set()).update(re.findall(r"`(\w+)`", line.split("|")[1]))
+    return found
+
+
+def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    plans = set(data["best"])
+    assert data["runners_up"] and set(data["runners_up"][0]) == plans - {"timeline"}
+    assert documented_keys() == {
+        "JSON": set(data),
+        "The model": set(data["model"]),
+        "A layer": set(data["model"]["layers"][0]),
+        "A cluster": set(data["clusters"][0]),
+        "A plan": plans,
+        "A timeline": set(data["best"]["timeline"]),
+    }
+    assert set(data["model"]["before"]) == set(data["model"]["after"]) == set(data["model"]["layers"][0])
+    assert set(data["best"]["exposed_s"]) == {"pipeline", "data_parallel", "tensor_parallel"}
 
 
 def test_batch_shapes():

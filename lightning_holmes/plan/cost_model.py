@@ -339,7 +339,7 @@ class CostModel:
         )
 
     def nic_bytes(self, run: RunShape, partition: Partition) -> dict[str, float]:
-        """For each transport, the bytes that the busiest host's cards of it send in a step."""
+        """For each transport, the bytes that the busiest card of it sends in a step."""
         model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
         sent: dict[str, Counter[int]] = {}
         for stage in range(partition.num_stages):
@@ -372,7 +372,10 @@ class CostModel:
                         here = sent.setdefault(transport, Counter())
                         here[int(first)] += int(moved * number)
                         here[int(second)] += int(moved * number)  # the gradient comes back
-        return {transport: float(max(counts.values())) for transport, counts in sent.items()}
+        return {
+            kind: max(number * self.network.busiest_share(host, kind) for host, number in counts.items())
+            for kind, counts in sent.items()
+        }
 
     def peak_flops_per_s(self) -> float:
         """Of all devices together."""

@@ -32,7 +32,7 @@ HEADINGS = (
     "TFLOPS/GPU",
     "MFU",
     "bubble",
-    "sent per host and step",
+    "sent per NIC and step",
     "memory/GPU",
 )
 

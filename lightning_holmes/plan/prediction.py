@@ -20,7 +20,7 @@ class Prediction:
     Attributes:
         model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
         peak_flops_per_s: of all devices.
-        nic_bytes: by transport, what the busiest host's cards send in a step.
+        nic_bytes: by transport, what the busiest card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
         sharded_optimizer: replicas share the optimizer's states.
         reason: why it was chosen, or what it lacks against the one that was.

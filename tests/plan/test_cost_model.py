@@ -169,6 +169,26 @@ def test_bytes_of_cards() -> None:
     assert sent == {"infiniband": 5e9, "roce": 5e9, "ethernet": 8e7}
 
 
+def test_bytes_are_those_of_a_card() -> None:
+    """The same, with two InfiniBand cards, three RoCE cards of which one is faster, and two of Ethernet, of which one is used."""
+    text = TWO.replace(
+        "{name: ib, kind: infiniband, bandwidth: 8e9}",
+        ", ".join(f"{{name: ib{i}, kind: infiniband, bandwidth: 4e9}}" for i in range(2)),
+    )
+    text = text.replace(
+        "{name: roce, kind: roce, bandwidth: 4e9}",
+        ", ".join(f"{{name: ro{i}, kind: roce, bandwidth: {rate}}}" for i, rate in enumerate(("1e9", "1e9", "2e9"))),
+    )
+    text = text.replace(
+        "{name: eth, kind: ethernet, bandwidth: 1e9}",
+        "{name: eth, kind: ethernet, bandwidth: 1e9}, {name: eth1, kind: ethernet, bandwidth: 1e9}",
+    )
+    sent = cost_model(text).nic_bytes(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
+    assert sent == {"infiniband": 5e9 / 2, "roce": 5e9 / 2, "ethernet": 8e7}, (
+        "the fastest RoCE card has half of the rate"
+    )
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b"])
 def test_in_flight_is_the_schedules_own(name: str) -> None:
     for ranks, microbatches, chunks in [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)]:
