@@ -24,11 +24,12 @@ from lightning_holmes.live_costs import Costs, find_costs
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without_costs, repeat_choice
 from lightning_holmes.plan.choose import make_plan
-from lightning_holmes.plan.cost_model import CostModel, Layout
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import make_training
 from lightning_holmes.plan_request import LivePlan, PlanRequest

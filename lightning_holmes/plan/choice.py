@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 
 _MICROBATCHES_PER_RANK = 4

@@ -14,107 +14,33 @@ backward, which nothing hides, and two more when it is recomputed; work, weights
 divided evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the
 parameters, with a sharded optimizer). What is compressed between clusters counts as sent so by all replicas of a stage
 that lies in several; what else becomes of gradients is training.py's. Memory of a rank: parameters, gradients and optimizer states of its
-stages; held activations of the microbatches in flight; what one layer holds while it is recomputed.
-Not modelled: fragmentation, the workspace of libraries, input pipelines, logging.
+stages; held activations of the microbatches in flight (memory.py).
+Not modelled: input pipelines, logging.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Literal, get_args
+from functools import partial
 
 import numpy as np
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_cost import all_reduce_s, shared
-from lightning_holmes.plan.compute_order import INTERLEAVED, microbatch_groups
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_count, check_number
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
+from lightning_holmes.plan.memory import RankMemory, stage_in_flight
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import LOCAL, Channel, Network
-from lightning_holmes.plan.schedule import Schedule, make_schedule, max_in_flight
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
 from lightning_holmes.plan.simulator import Route, StepCosts
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 from lightning_holmes.plan.training import Training
-
-Across = Literal["pipeline", "data"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Parallel sizes, and which axis crosses clusters.
-
-    across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
-    across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
-    a tensor-parallel group are neighbours in both. grid: where a placement is settled, the devices of each pipeline rank,
-    tensor group by tensor group; it stands in for these rules.
-    """
-
-    pipeline: int
-    tensor: int = 1
-    data: int = 1
-    across: Across = "pipeline"
-    grid: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "data"):
-            check_count(getattr(self, name), name)
-        if self.across not in get_args(Across):
-            raise ConfigurationError(f'across={self.across!r} is not known; write "pipeline" or "data"')
-
-    @property
-    def num_devices(self) -> int:
-        """All of them."""
-        return self.pipeline * self.tensor * self.data
-
-    def devices_of(self, pipeline_rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """(data, tensor) devices that hold a pipeline rank's stages, numbered in the order of the topology."""
-        if self.grid is not None:
-            return np.asarray(self.grid[pipeline_rank]).reshape(self.data, self.tensor)
-        if self.across == "pipeline":
-            each = self.data * self.tensor
-            return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
-        first = pipeline_rank * self.tensor
-        starts = np.arange(self.data)[:, None] * (self.pipeline * self.tensor) + first
-        return starts + np.arange(self.tensor)[None, :]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    """A layout with its schedule, microbatches and recomputation: what a prediction is about."""
-
-    layout: Layout
-    schedule: str
-    num_microbatches: int
-    microbatch_samples: int
-    num_chunks: int = 1
-    recomputation: bool = False
-
-    def make_schedule(self) -> Schedule:
-        """The actions of all pipeline ranks."""
-        return make_schedule(
-            self.schedule,
-            pipeline_parallel_size=self.layout.pipeline,
-            num_microbatches=self.num_microbatches,
-            num_chunks=self.num_chunks,
-        )
-
-    def __str__(self) -> str:
-        layout = self.layout
-        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        again = ", recomputation" if self.recomputation else ""
-        crossing = ", data across clusters" if layout.across == "data" and layout.data > 1 < layout.pipeline else ""
-        return (
-            f"pipeline {layout.pipeline} x tensor {layout.tensor} x data {layout.data}, {self.schedule}{chunks}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}{crossing}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +178,15 @@ class CostModel:
         layer_bytes = limits = None
         before_bytes = after_bytes = 0.0
         if limit_memory:
-            byte_rows = {count: _row(model.layers, partial(self._place_bytes, run, count)) for count in set(in_flight)}
+            memory = self.memory(run)
+            byte_rows = {
+                count: _row(model.layers, partial(memory.place_bytes, in_flight=count)) for count in set(in_flight)
+            }
             layer_bytes = tuple(byte_rows[count] for count in in_flight)
-            before_bytes = self._place_bytes(run, in_flight[0], model.before)
-            after_bytes = self._place_bytes(run, in_flight[-1], model.after)
-            transient = max(_row(self._plain(run).layers, lambda layer: self._transient(run, layer)))
-            limits = tuple(max(0.0, memory - transient) for memory in facts.memory)
+            before_bytes = memory.place_bytes(model.before, in_flight[0])
+            after_bytes = memory.place_bytes(model.after, in_flight[-1])
+            transient = max(_row(self._plain(run).layers, memory.transient_bytes))
+            limits = tuple(max(0.0, most - transient) for most in facts.memory)
         return Balance(
             seconds=tuple(seconds),
             before_seconds=sum(self.place_seconds(run, 0, model.before)),
@@ -276,7 +205,7 @@ class CostModel:
         layout, training = run.layout, self.training
         model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
-        sharded = self.is_sharded(layout)
+        sharded, memory = self.is_sharded(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage = [], [], [], []
         static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
@@ -303,15 +232,15 @@ class CostModel:
             tensor_forward.append(sums[2])
             tensor_backward.append(sums[3])
             activations.append(layers[-1].activation_bytes if stage < last else 0.0)
-            held.append(math.fsum(place.held_bytes for place in places) / layout.tensor)
+            held.append(math.fsum(memory.held_bytes(place) for place in places))
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             seconds, gathered = self._reduction(facts.groups[rank], trained, sharded)
             shared_s = self._shared_seconds(layout, facts) if stage in (0, last) else 0.0
             reduce.append(seconds + shared_s)
             gather_of_stage.append(gathered)
-            static[rank] += sum(self._static(run, place) for place in places)
+            static[rank] += sum(memory.static_bytes(place) for place in places)
             update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
-            transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
+            transient[rank] = max([transient[rank], *(memory.transient_bytes(plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
@@ -382,6 +311,16 @@ class CostModel:
         counts = [cluster.num_devices for cluster in self.network.topology.clusters]
         return sum(n * device.peak_flops_per_s for n, device in zip(counts, self.devices, strict=True))
 
+    def memory(self, run: RunShape) -> RankMemory:
+        """What the ranks of a run hold."""
+        layout = run.layout
+        return RankMemory(
+            training=self.training,
+            tensor=layout.tensor,
+            shards=layout.data if self.is_sharded(layout) else 1,
+            recomputation=run.recomputation,
+        )
+
     def memory_limits(self, layout: Layout) -> tuple[float, ...]:
         """Bytes that each pipeline rank may use."""
         return self.facts(layout).memory
@@ -390,18 +329,6 @@ class CostModel:
 
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
-
-    def _static(self, run: RunShape, place: LayerCost) -> float:
-        training, layout = self.training, run.layout
-        shards = layout.data if self.is_sharded(layout) else 1
-        trained = place.trained_bytes * (training.gradient_ratio + training.state_ratio / shards)
-        return (place.parameter_bytes + trained) / layout.tensor
-
-    def _place_bytes(self, run: RunShape, in_flight: float, place: LayerCost) -> float:
-        return self._static(run, place) + in_flight * place.held_bytes / run.layout.tensor
-
-    def _transient(self, run: RunShape, layer: LayerCost) -> float:
-        return layer.held_bytes / run.layout.tensor if run.recomputation else 0.0
 
     def _all_reduce(self, num_bytes: float, channel: Channel, local_size: int, num_hosts: int) -> float:
         local = self.network.local
@@ -551,30 +478,3 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
 
 def _stage_ranks(run: RunShape) -> tuple[int, ...]:
     return ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
-
-
-@lru_cache(maxsize=4096)
-def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """For each stage, the microbatches it holds when its rank holds the most."""
-    if schedule == "gpipe":
-        return (num_microbatches,) * (ranks * num_chunks)
-    if schedule == "1f1b":
-        return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
-    if schedule == "eager_1f1b":
-        return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
-    if schedule in INTERLEAVED and num_microbatches % ranks == 0:
-        # the warm-up and one more: groups of microbatches, each through one chunk after another
-        groups = microbatch_groups(schedule, num_microbatches, ranks)
-        stages = [0] * (ranks * num_chunks)
-        for rank in range(ranks):
-            left = 2 * (ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + 1
-            for group, chunk in itertools.product(groups, range(num_chunks)):
-                stages[chunk * ranks + rank] += min(max(left, 0), len(group))
-                left -= len(group)
-        return tuple(stages)
-    made = make_schedule(
-        schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
-    most = max_in_flight(made)
-    return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.prediction import Prediction
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
 _GIB = 2.0**30

@@ -21,12 +21,13 @@ from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
-from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
+from lightning_holmes.plan.run_shape import Across, Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 

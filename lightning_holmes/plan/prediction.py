@@ -7,8 +7,9 @@ prediction.step_s, prediction.samples_per_s, prediction.memory_bytes
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_holmes.plan.cost_model import CostModel, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.run_shape import RunShape
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.timeline import Timeline
 

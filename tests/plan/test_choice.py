@@ -10,7 +10,7 @@ import pytest
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
-from lightning_holmes.plan.cost_model import CostModel, Layout
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
@@ -19,6 +19,7 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 

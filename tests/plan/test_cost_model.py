@@ -6,12 +6,12 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, stage_in_flight
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.route import Network
-from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import simulate
 from lightning_holmes.plan.training import Training
@@ -187,17 +187,6 @@ def test_bytes_are_those_of_a_card() -> None:
     assert sent == {"infiniband": 5e9 / 2, "roce": 5e9 / 2, "ethernet": 8e7}, (
         "the fastest RoCE card has half of the rate"
     )
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b"])
-def test_in_flight_is_the_schedules_own(name: str) -> None:
-    for ranks, microbatches, chunks in [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)]:
-        if "interleaved" not in name:
-            chunks = 1
-        made = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=microbatches, num_chunks=chunks)
-        stages = stage_in_flight(name, ranks, microbatches, chunks)
-        held = [sum(stages[rank::ranks]) for rank in range(ranks)]
-        assert tuple(held) == max_in_flight(made)
 
 
 @pytest.mark.parametrize(

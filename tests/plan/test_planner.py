@@ -8,13 +8,14 @@ import pytest
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan import planner
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.planner import SearchSpace, search
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.training import Training
 
 A100 = find_device_type("A100-80GB")

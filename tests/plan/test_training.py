@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 
 TWO = """
