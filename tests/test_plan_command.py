@@ -188,6 +188,35 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
 
 
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [("2", 2), ("0,1", 2), ("0,", 1), ("[0,1,3]", 3), ("auto", 8), ("-1", 8)],
+)
+def test_devices_are_counted_as_lightning_counts_them(capsys, monkeypatch, devices, count):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    code, out, err = run(capsys, *SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs")
+    assert code == 0, err
+    assert json.loads(out[out.index("{") :])["clusters"][0]["devices"] == count
+
+
+@pytest.mark.parametrize("devices", ["auto", "-1"])
+def test_all_devices_of_a_host_are_those_of_the_topology_or_have_to_be_said(capsys, monkeypatch, tmp_path, devices):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    command = [*SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs"]
+    code, _, err = run(capsys, *command)
+    assert code == 2 and f"trainer.devices={devices!r}" in err and "--topology FILE" in err
+    (tmp_path / "topology.yaml").write_text("clusters: [{name: c, hosts: [{name: h, devices: 4}]}]")
+    code, out, err = run(capsys, *command, f"--topology={tmp_path / 'topology.yaml'}")
+    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 4, err
+    code, out, err = run(capsys, *command, "--trainer.accelerator=cpu")
+    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 1, err
+
+
+def test_no_devices_are_refused(capsys):
+    code, _, err = run(capsys, *SMALL, "--trainer.devices=0", f"--model={__name__}.Runs")
+    assert code == 2 and "trainer.devices='0'" in err and "a number of at least 1" in err
+
+
 def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkeypatch):
     monkeypatch.setattr("lightning_holmes.commands.plan.LARGEST_RUN", 100)
     code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")

@@ -259,9 +259,39 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
         return found
     if found != "auto":
         return Topology.from_yaml(found)
-    nodes, devices = trainer.get("num_nodes") or 1, str(trainer.get("devices"))
-    count = int(devices) if devices.isdigit() and int(devices) > 0 else 1
-    return Topology.single_cluster(num_hosts=int(nodes), devices_per_host=count)
+    return Topology.single_cluster(
+        num_hosts=int(trainer.get("num_nodes") or 1), devices_per_host=_devices_per_host(request, trainer)
+    )
+
+
+def _devices_per_host(request: PlanRequest, trainer: Mapping[str, Any]) -> int:
+    """trainer.devices as Lightning counts it, where no topology says how many devices a host has.
+
+    Raises:
+        ConfigurationError: it means all devices of a host, of a type that this machine has none of; or is no such setting.
+    """
+    devices = trainer.get("devices")
+    text = str(devices).strip()
+    if isinstance(devices, list | tuple):
+        count = len(devices)
+    elif "," in text:  # "0,1" are two devices, "0," is one
+        count = len([entry for entry in text.split(",") if entry.strip()])
+    elif text in ("None", "auto", "-1"):
+        count = torch.cuda.device_count()
+        if trainer.get("accelerator") == "cpu" or (count == 0 and request.device_type is None):
+            count = 1  # what Lightning takes on CPUs, and on this machine
+        if count == 0:
+            raise ConfigurationError(
+                f"trainer.devices={devices!r} means all devices of a host, and this machine has no {request.device_type}; give "
+                "their number, --trainer.devices=8, or a topology, --topology FILE"
+            )
+    else:
+        count = int(text) if text.isdigit() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f'trainer.devices={devices!r}: write a number of at least 1, a list of devices, "0,1", or "auto" or -1 for all'
+        )
+    return count
 
 
 def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
