@@ -88,9 +88,10 @@ class HolmesTrainer(Trainer):
         profile: Literal["fake", "measure"] = "fake",
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
-        sharded_optimizer: bool = False,
+        sharded_optimizer: bool | Literal["auto"] | None = None,
         plot: str | None = None,
         html: str | None = None,
+        output: str | None = None,
         format: Literal["table", "json"] = "table",
     ) -> None:
         """Predict the fastest plans of a run, without GPUs, weights or network.
@@ -105,9 +106,10 @@ class HolmesTrainer(Trainer):
             profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
             tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
-            sharded_optimizer: Optimizer states are divided over replicas.
+            sharded_optimizer: Whether optimizer states are divided over replicas; by default as the strategy's argument says.
             plot: A .png or .svg file for the timeline of the best plan's step.
             html: A file for one page with everything.
+            output: A plan file of the best plan, for HolmesStrategy(plan=...).
             format: What is printed: a table or JSON.
         """
         raise NotImplementedError("HolmesCLI runs plan without a trainer")
@@ -193,7 +195,7 @@ class HolmesCLI(LightningCLI):
         options = self.config[PLAN]
         given = {entry.name: options[entry.name] for entry in fields(plan.PlanRequest)}
         given["tensor_parallel_sizes"] = tuple(given["tensor_parallel_sizes"] or (1,))
-        for name in ("plot", "html"):
+        for name in ("plot", "html", "output"):
             plan.check_writable(given[name], f"--{name}")
         self.datamodule = self._make_only("data")
 

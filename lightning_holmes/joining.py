@@ -225,6 +225,11 @@ class JoiningStrategy(ReplicaCollectives):
     def _check_given_plan(self, topology: Topology) -> None:
         """Refuse a topology that a given plan was not made for."""
 
+    @property
+    def plan_options(self) -> PlanOptions:
+        """What the arguments, or a plan file, ask for of what a plan decides."""
+        return self._options
+
     def _arguments(self) -> dict[str, Any]:
         """The strategy's arguments by name, which all ranks must have alike."""
         raise NotImplementedError

@@ -29,7 +29,8 @@ from lightning_holmes.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
 _MEASURE_S = 1.5  # of timing the layers, at the least
-_LARGEST_RUN = 50_000_000  # parameters of a module that may be run whole on one rank for its profile
+LARGEST_RUN = 50_000_000
+"""Parameters of a module that may be run whole on one rank for its profile."""
 # Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
 # others use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
@@ -87,7 +88,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
-        own_s=_STEP_OPERATORS * max(s.operator_s for s in speeds),
+        own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
 
 
@@ -96,7 +97,7 @@ def _may_be_timed(request: PlanRequest) -> bool:
     whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
     parameters = list(request.module.parameters())
     real = not any(map(is_absent, parameters))
-    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= _LARGEST_RUN
+    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= LARGEST_RUN
 
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
@@ -111,7 +112,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
             problem = cost
             break
         found.append(alike_layers(cost))
-    update = _time_update(request.device)
+    update = time_update(request.device)
     mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
     everyone: list[Any] = _everyone(request, mine)
     problems = [entry[0] for entry in everyone if entry[0] is not None]
@@ -126,7 +127,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
-        own_s=_STEP_OPERATORS * max(entry[2].operator_s for entry in everyone),
+        own_s=own_step_s(max(entry[2].operator_s for entry in everyone)),
     )
 
 
@@ -190,7 +191,7 @@ def _profiled(
                 context=request.context,
                 microbatch_samples=-(-whole // parts),
                 operator_s=operator_s,
-                may_run=sum(p.numel() for p in module.parameters()) <= _LARGEST_RUN,
+                may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
                 seconds=_MEASURE_S,
             )
     except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
@@ -198,7 +199,12 @@ def _profiled(
         return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
 
 
-def _time_update(device: torch.device) -> float:
+def own_step_s(operator_s: float) -> float:
+    """Seconds of a rank's own in a step, outside of microbatches and the optimizer, where a tiny operator takes so many."""
+    return _STEP_OPERATORS * operator_s
+
+
+def time_update(device: torch.device) -> float:
     """Seconds of AdamW's step for each byte of parameters: what optimizers of its kind cost."""
     parameter = torch.nn.Parameter(torch.zeros(1 << 19, device=device))
     parameter.grad = torch.ones_like(parameter)

@@ -24,18 +24,20 @@ from lightning_holmes.live_costs import Costs, find_costs
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without_costs, repeat_choice
 from lightning_holmes.plan.choose import make_plan
-from lightning_holmes.plan.cost_model import CostModel, Layout, Training
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import make_training
 from lightning_holmes.plan_request import LivePlan, PlanRequest
 
-_LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
-_LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
+LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
+LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
 _FRAMES = 1448 / 1514  # what TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes
-_MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # of a rank's own time to start a transfer
 
 
 def decide(request: PlanRequest) -> LivePlan:
@@ -62,6 +64,11 @@ def decide(request: PlanRequest) -> LivePlan:
         transports=layout.transports.describe,
         notes=layout.notes,
         choice=choice,
+        made_for=MadeFor(
+            module=type(request.module).__name__,
+            num_parameters=sum(p.numel() for p in request.module.parameters()),
+            clusters=cluster_facts(layout.topology),
+        ),
     )
     if structure is not None:
         structure.check_partition(plan.partition)
@@ -114,8 +121,8 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     )
     try:
         choice = choose(cost_model, layout)
-    except ConfigurationError:
-        if not forbidden:
+    except ConfigurationError as error:
+        if not forbidden or isinstance(error, NothingFitsError):
             raise
         return without(reason="no cut is free")  # the check of the partition names the value that it would lose
     notes = [guessed] if guessed else []
@@ -151,11 +158,13 @@ def _tell_others(
     for length, (cost_model, layout) in others.items():
         try:
             found = choose(cost_model, layout).prediction
+        except NothingFitsError:
+            shown.append(f"{length}: does not fit the memory")
+            continue
         except ConfigurationError:  # the options do not fit this length
             continue
         assert found is not None
-        ratio = f"{found.samples_per_s / chosen.samples_per_s:.2f}x"
-        shown.append(f"{length}: {ratio if fits(found) else 'does not fit the memory'}")
+        shown.append(f"{length}: {found.samples_per_s / chosen.samples_per_s:.2f}x")
     return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}"] if shown else []
 
 
@@ -193,7 +202,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         data=placement.data_parallel_size,
         grid=_device_grid(placement.grid, topology),
     )
-    local, latency = _LOCAL_BYTES_PER_S.get(device, 1e9), _LOCAL_LATENCY_S.get(device, 100e-6)
+    local, latency = LOCAL_BYTES_PER_S.get(device, 1e9), LOCAL_LATENCY_S.get(device, 100e-6)
     sockets = request.layout.is_gloo
     note = ""
     if request.layout.num_hosts == 1:
@@ -220,11 +229,13 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         )
         for cluster in topology.clusters
     )
-    training = Training(
+    training = make_training(
+        request.training,
+        costs.model,
+        shapes=[tuple(p.shape) for p in request.module.parameters() if p.requires_grad],
         batch_samples=(request.lesson.batch_size or 1) * placement.data_parallel_size,
-        overlap_reduce=True,
+        device=device,
         update_s_per_byte=costs.update_s_per_byte,
-        message_s=_MESSAGE_S.get(device, 1e-4),
         own_s=costs.own_s,
     )
     host_speeds, first = [], 0

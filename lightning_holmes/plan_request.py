@@ -15,6 +15,7 @@ from lightning_holmes.plan.choice import Choice
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
+from lightning_holmes.plan.training import TrainingOptions
 
 ProfileKind = Literal["auto", "flops", "measure"]
 
@@ -50,6 +51,7 @@ class PlanRequest:
     batch: Any
     lesson: Lesson
     options: PlanOptions
+    training: TrainingOptions
     layout: JobLayout
     profile: ProfileKind
     splitter: BatchSplitter

@@ -54,6 +54,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.plan_request import LivePlan, PlanRequest, ProfileKind
 from lightning_holmes.replica_metrics import ReplicaMetrics
 from lightning_holmes.signals import BatchSignals
@@ -197,6 +198,15 @@ class HolmesStrategy(SteppingStrategy):
             compression=compression,
             powersgd_rank=powersgd_rank,
         )
+        self.training_options = TrainingOptions(
+            sharded_optimizer=sharded_optimizer,
+            master_weights=master_weights,
+            grad_dtype=grad_dtype,
+            compression=compression,
+            powersgd_rank=powersgd_rank,
+            activation_dtype=activation_dtype,
+        )
+        """The arguments that decide what a step sends and holds, as predictions take them."""
         self._sharding_options = sharding.ShardingOptions(
             sharded_optimizer=sharded_optimizer, master_weights=master_weights
         )
@@ -229,7 +239,9 @@ class HolmesStrategy(SteppingStrategy):
 
     # start
 
-    def _check_given_plan(self, topology: Topology, structure: ModuleStructure | None = None) -> None:
+    def _check_given_plan(
+        self, topology: Topology, structure: ModuleStructure | None = None, module: "pl.LightningModule | None" = None
+    ) -> None:
         """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
         plan = self._given_plan
         if plan is None:
@@ -248,6 +260,8 @@ class HolmesStrategy(SteppingStrategy):
             placement=placement,
             layers=None if structure is None else structure.layers,
             num_layers=None if structure is None else structure.num_layers,
+            module=None if module is None else type(module).__name__,
+            num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
             source=f"the plan in {self._plan_file}",
         )
 
@@ -333,7 +347,7 @@ class HolmesStrategy(SteppingStrategy):
         lesson = self._learn(samples)
         clusters = [cluster.name for cluster, _ in layout.topology.places()]
         notes = self._gradient_options.notes(self._placement, clusters) if fitting else []
-        self._check_given_plan(layout.topology, lesson.structure)
+        self._check_given_plan(layout.topology, lesson.structure, module)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
         self._live = self._decide(samples.get("training_step"), lesson, predicts=predicts, notes=notes)
@@ -502,6 +516,7 @@ class HolmesStrategy(SteppingStrategy):
                 batch=batch,
                 lesson=lesson,
                 options=self._options,
+                training=self.training_options,
                 layout=dataclasses.replace(self._layout, notes=(*self._layout.notes, *notes)),
                 profile=self._profile,
                 splitter=self._splitter,

@@ -1,14 +1,19 @@
 """lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
@@ -70,6 +75,39 @@ def test_what_the_config_fixes_stays_fixed(capsys):
     assert data["model"]["unit"] == "seconds" and data["batch_samples"] == 16
 
 
+def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(capsys):
+    fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--trainer.strategy.init_args.schedule=1f1b"]
+    found = []
+    for more in ([], ["sharded_optimizer=true", "grad_dtype=bf16", "activation_dtype=bf16"]):
+        given = [f"--trainer.strategy.init_args.{argument}" for argument in more]
+        code, out, err = run(capsys, *RECIPE, *fixed, *given, "--device_type=A100-80GB", "--format=json")
+        assert code == 0, err
+        found.append(json.loads(out[out.index("{") :])["best"])
+    plain, given = found
+    assert (plain["sharded_optimizer"], given["sharded_optimizer"]) == (False, True), "auto: the states are small"
+    assert given["nic_bytes_per_step"]["ethernet"] == plain["nic_bytes_per_step"]["ethernet"] / 2
+    assert max(given["memory_bytes"]) < max(plain["memory_bytes"])
+    code, _, err = run(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
+    assert code == 2 and "compression" in err
+
+
+def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--output={path}")
+    assert code == 0 and f"written: {path}" in out, err
+    plan = Plan.load(path)
+    assert plan.made_for.module == "GPT" and [c.hosts for c in plan.made_for.clusters] == [1, 1]
+    assert [c.cards for c in plan.made_for.clusters] == [("infiniband",), ("roce",)]
+    given = [f"--trainer.strategy.init_args.plan={path}", "--trainer.strategy.init_args.num_microbatches=auto"]
+    code, out, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--format=json")
+    assert code == 0, err
+    best = json.loads(out[out.index("{") :])["best"]
+    assert (best["schedule"], best["num_microbatches"]) == (plan.schedule, plan.num_microbatches)
+    assert tuple(best["partition"]) == plan.partition.layer_counts
+    code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.hidden_size=64")
+    assert code == 2 and "is not for this run" in err and "parameters, this one has" in err
+
+
 def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     (tmp_path / "topology.yaml").write_text(TOPOLOGY)
     (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))
@@ -95,6 +133,7 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
         (["--device_type=T4", "--html=/no/such/folder/x.html"], ["--html", "does not exist"]),
         (["--device_type=T4", "--batch_shape=input_ids=0x9"], ["batch_shape", "at least 1"]),
         (["--device_type=T4", "--batch_samples=0"], ["batch_samples=0"]),
+        (["--device_type=east:T4;west:A100-80GB", "--profile=measure"], ["unlike speed", "--profile measure"]),
     ],
 )
 def test_refused(capsys, options, words):
@@ -102,6 +141,126 @@ def test_refused(capsys, options, words):
     assert code == 2 and "Traceback" not in err
     for word in words:
         assert word in err
+
+
+class Reads(LightningModule):
+    """A step that looks at a value; a batch of its own."""
+
+    def __init__(self, hidden_size: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(hidden_size, hidden_size) for _ in range(4)))
+        self.example_input_array = torch.ones(4, hidden_size)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.blocks(batch).square().mean()
+        return loss * (2 if loss.item() > 0 else 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Runs(Reads):
+    """The same without the look."""
+
+    def training_step(self, batch, batch_idx):
+        return 2 * self.blocks(batch).square().mean()
+
+
+class Bare(Runs):
+    """The same without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = None
+
+
+SMALL = ["plan", "--trainer.strategy=holmes", "--trainer.devices=2", "--device_type=T4", "--format=json"]
+
+
+def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the_modules_own_example(capsys):
+    found = []
+    for name in ("Reads", "Runs"):
+        code, out, err = run(capsys, *SMALL, f"--model={__name__}.{name}")
+        assert code == 0, err
+        found.append(json.loads(out[out.index("{") :]))
+    reads, runs = (data["model"]["layers"] for data in found)
+    assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
+    assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [("2", 2), ("0,1", 2), ("0,", 1), ("[0,1,3]", 3), ("auto", 8), ("-1", 8)],
+)
+def test_devices_are_counted_as_lightning_counts_them(capsys, monkeypatch, devices, count):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    code, out, err = run(capsys, *SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs")
+    assert code == 0, err
+    assert json.loads(out[out.index("{") :])["clusters"][0]["devices"] == count
+
+
+@pytest.mark.parametrize("devices", ["auto", "-1"])
+def test_all_devices_of_a_host_are_those_of_the_topology_or_have_to_be_said(capsys, monkeypatch, tmp_path, devices):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    command = [*SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs"]
+    code, _, err = run(capsys, *command)
+    assert code == 2 and f"trainer.devices={devices!r}" in err and "--topology FILE" in err
+    (tmp_path / "topology.yaml").write_text("clusters: [{name: c, hosts: [{name: h, devices: 4}]}]")
+    code, out, err = run(capsys, *command, f"--topology={tmp_path / 'topology.yaml'}")
+    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 4, err
+    code, out, err = run(capsys, *command, "--trainer.accelerator=cpu")
+    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 1, err
+
+
+def test_no_devices_are_refused(capsys):
+    code, _, err = run(capsys, *SMALL, "--trainer.devices=0", f"--model={__name__}.Runs")
+    assert code == 2 and "trainer.devices='0'" in err and "a number of at least 1" in err
+
+
+def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_holmes.commands.plan.LARGEST_RUN", 100)
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
+    assert code == 2 and "Reads.training_step does not run on tensors without values" in err
+    assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err
+
+
+def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Bare")
+    assert code == 2
+    for word in ("data module", "Bare.example_input_array", "--batch_shape"):
+        assert word in err
+
+
+def documented_keys() -> dict[str, set[str]]:
+    """By heading of the JSON's part of the documentation, the keys in the first column of its table."""
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    heading = ""
+    for line in text[text.index("## JSON\n") :].splitlines():
+        if line.startswith("## ") and found:
+            break
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+        if line.startswith("| `"):
+            found.setdefault(heading, set()).update(re.findall(r"`(\w+)`", line.split("|")[1]))
+    return found
+
+
+def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    plans = set(data["best"])
+    assert data["runners_up"] and set(data["runners_up"][0]) == plans - {"timeline"}
+    assert documented_keys() == {
+        "JSON": set(data),
+        "The model": set(data["model"]),
+        "A layer": set(data["model"]["layers"][0]),
+        "A cluster": set(data["clusters"][0]),
+        "A plan": plans,
+        "A timeline": set(data["best"]["timeline"]),
+    }
+    assert set(data["model"]["before"]) == set(data["model"]["after"]) == set(data["model"]["layers"][0])
+    assert set(data["best"]["exposed_s"]) == {"pipeline", "data_parallel", "tensor_parallel"}
 
 
 def test_batch_shapes():

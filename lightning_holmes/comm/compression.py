@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_holmes.plan.training import thin_columns
+
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 _SEED = 1912_06845  # any number that is the same on all ranks
-_WORTH = 2
-"""A matrix is sent as two thin ones if these have at most one 2nd of its elements (torch's ``min_compression_rate``)."""
 
 
 class Compressor(Protocol):
@@ -93,8 +93,8 @@ class _Factors:
         for start, shape in shapes:
             rows = shape[0] if shape else 1
             columns = shape.numel() // max(1, rows)
-            thin = min(rank, rows, columns)
-            if len(shape) > 1 and _WORTH * thin * (rows + columns) <= rows * columns:
+            thin = thin_columns(rows, columns, rank) if len(shape) > 1 else 0
+            if thin:
                 self.matrices.append((start, rows, columns))
                 self.q.append(torch.randn(columns, thin, generator=generator).to(bucket.device))
                 exact[start : start + rows * columns] = False

@@ -39,22 +39,28 @@ _ETHERNET = "eth0"
 
 
 def main(args: list[str]) -> None:
-    """Run the command line `args`; exits with 1 if a contender did not run to its end."""
+    """Run the command line `args`; exits with 1 if a contender did not run to its end, or predictions miss an aim."""
     options = make_parser().parse_args(args)
     load_figure_class()  # missing: better known now than after the runs
     command = shlex.join(["lightning-holmes", "bench", *args])
     if options.predict or options.partitions:
         facts = {"command": command, "hardware": _hardware(), "commit": _commit(), "torch": version("torch")}
+        missed: list[str] = []
         if options.predict:
-            run_predictions(
+            missed += run_predictions(
                 options.beds,
                 make_topology,
                 output=Path(options.output),
                 timeout_s=options.timeout,
                 facts=facts,
-            )
+            ).missed()
         if options.partitions:
-            run_partitions(make_topology, output=Path(options.output), timeout_s=options.timeout, facts=facts)
+            output = Path(options.output)
+            missed += run_partitions(make_topology, output=output, timeout_s=options.timeout, facts=facts)["missed"]
+        for aim in missed:
+            print(f"aim missed: {aim}")
+        if missed:
+            sys.exit(1)
         return
     topology = make_topology(
         options.hosts,

@@ -104,13 +104,23 @@ def compare_partitions(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def of(name: str) -> float:
         return statistics.fmean(seconds[tuple(r["layers"])] for r in results if r["name"] == name)
 
-    return {
+    data: dict[str, Any] = {
         "runs": [{"name": r["name"], "layers": list(r["layers"]), "measured_s": r["measured_s"]} for r in results],
         "seconds": {", ".join(map(str, layers)): taken for layers, taken in seconds.items()},
         "best": ", ".join(map(str, best)),
         "uniform_over_self_adapting": of("uniform") / of("self_adapting"),
         "self_adapting_over_best": of("self_adapting") / seconds[best],
     }
+    data["missed"] = []
+    if data["uniform_over_self_adapting"] < _AT_LEAST:
+        data["missed"].append(
+            f"self_adapting is {data['uniform_over_self_adapting']:.2f}x as fast as uniform, wanted at least {_AT_LEAST}"
+        )
+    if data["self_adapting_over_best"] > _WITHIN:
+        data["missed"].append(
+            f"self_adapting takes {data['self_adapting_over_best']:.2f}x the time of the best partition, wanted at most {_WITHIN}"
+        )
+    return data
 
 
 def run_bed(

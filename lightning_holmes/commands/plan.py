@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,21 +20,33 @@ from lightning.pytorch import LightningModule
 
 from lightning_holmes.admission import step_arguments
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.live_costs import LARGEST_RUN, own_step_s, time_update
+from lightning_holmes.live_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.profile import build_fake, profile_step
-from lightning_holmes.plan.cost_model import CostModel, Training
+from lightning_holmes.pipeline.device_speed import probe_device
+from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
+from lightning_holmes.plan.choice import Choice
+from lightning_holmes.plan.choose import make_plan
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
-from lightning_holmes.plan.layer_cost import ModelCost, check_count
+from lightning_holmes.plan.layer_cost import ModelCost
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.planner import SearchResult, SearchSpace, search
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
+from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 
-_HOST_BYTES_PER_S = 10e9  # between two processes of one machine without GPUs: a guess, said in the output
+_PROBE_S = 0.03
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _DTYPES |= {"long": torch.int64, "int32": torch.int32, "float16": torch.float16, "bool": torch.bool}
 
@@ -50,9 +62,10 @@ class PlanRequest:
     profile: Literal["fake", "measure"] = "fake"
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
-    sharded_optimizer: bool = False
+    sharded_optimizer: bool | Literal["auto"] | None = None
     plot: str | None = None
     html: str | None = None
+    output: str | None = None
     format: Literal["table", "json"] = "table"
 
 
@@ -64,51 +77,85 @@ def run_plan(
     strategy: Any,
     trainer: Mapping[str, Any],
 ) -> SearchResult:
-    """Profile, search, print.
+    """Profile, search, print and write. The arguments are make_cost_model's."""
+    given = strategy_settings(strategy)
+    asked = _strategy(given)
+    cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
+    if "plan" in given:
+        _check_given_plan(str(given["plan"]), cost_model)
+    result = search(cost_model, _space(request, asked.plan_options, is_plan="plan" in given))
+    if request.output is not None:
+        make_best_plan(result, cost_model, asked.plan_options).save(request.output)
+    if request.format == "json":
+        print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
+    else:
+        print_search(result, cost_model)
+        if request.output is not None:
+            print(f"written: {request.output}, for HolmesStrategy(plan={request.output!r})")
+    if request.plot is not None:
+        save_timeline_plot([result.best.timeline], request.plot, title=f"{cost_model.model.name}: {result.best.run}")
+    if request.html is not None:
+        save_plan_page(result, cost_model, request.html)
+    return result
+
+
+def make_cost_model(
+    request: PlanRequest,
+    given: Mapping[str, Any],
+    *,
+    build_model: Callable[[], LightningModule],
+    load_batch: Callable[[LightningModule], Any] | None,
+    trainer: Mapping[str, Any],
+) -> CostModel:
+    """What a step costs, for all plans that the search may look at.
 
     Args:
+        given: the strategy's arguments (strategy_settings).
         build_model: makes the module; called where parameters take no memory, unless they are to be measured.
         load_batch: gives a training batch of one replica; None if there is no data.
-        strategy: trainer.strategy as parsed: a name, or class_path and init_args.
-        trainer: the other trainer settings; num_nodes, devices, precision and accumulate_grad_batches are read.
+        trainer: the other trainer settings; num_nodes, devices and precision are read.
     """
-    given = strategy_settings(strategy)
+    asked = _strategy(given)
     topology = _topology(request, given, trainer)
     precision = str(trainer.get("precision") or "32-true")
     dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
     with _default_dtype(dtype):  # as Lightning's precision plugin does
         model = configured(build_model()) if request.profile == "measure" else _build(build_model)
-    batch = _batch(request, model, load_batch)
-    batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-    samples = BatchSplitter().batch_size(batch)
-    small = BatchSplitter().split(batch, samples)[0]
-    arguments = (small, *([0] * (step_arguments(model, "training_step") - 1)))
-    with _default_dtype(dtype):
+
+    def profiled(module: LightningModule) -> tuple[ModelCost, int]:
+        """Its costs, and the samples of its batch."""
+        batch = _batch(request, module, load_batch)
+        batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        samples = BatchSplitter().batch_size(batch)
+        small = BatchSplitter().split(batch, samples)[0]
         cost = profile_step(
-            model, arguments, layers=given.get("layers", "auto"), mode=request.profile, context=_context(precision)
+            module,
+            (small, *([0] * (step_arguments(module, "training_step") - 1))),
+            layers=asked.plan_options.layers,
+            mode=request.profile,
+            context=_context(precision),
+            may_run=_size(module) <= LARGEST_RUN,
         )
+        return cost, samples
+
+    with _default_dtype(dtype):
+        try:
+            cost, samples = profiled(model)
+        except ReadsValuesError as error:  # then it is run once for real, as in a run
+            if _size(model) > LARGEST_RUN:
+                raise UnsupportedModuleError(
+                    f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
+                ) from error
+            cost, samples = profiled(configured(build_model()))
     devices = _devices(request, topology, cost)
     network = Network(
         topology, local_bytes_per_s=devices[0].local_bytes_per_s, local_latency_s=devices[0].local_latency_s
     )
-    training = Training(
-        batch_samples=_batch_samples(samples, given, topology, trainer)
-        if request.batch_samples is None
-        else request.batch_samples,
-        gradient_ratio=1.0 if dtype is torch.float32 else 2.0,  # gradients gather in fp32
-        sharded_optimizer=request.sharded_optimizer,
-    )
-    cost_model = CostModel(cost, network, devices=devices, training=training)
-    result = search(cost_model, _space(request, given))
-    if request.format == "json":
-        print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
-    else:
-        print_search(result, cost_model)
-    if request.plot is not None:
-        save_timeline_plot([result.best.timeline], request.plot, title=f"{cost.name}: {result.best.run}")
-    if request.html is not None:
-        save_plan_page(result, cost_model, request.html)
-    return result
+    batch_samples = request.batch_samples
+    if batch_samples is None:
+        batch_samples = _batch_samples(samples, asked.plan_options, topology)
+    training = _training(request, asked.training_options, cost, model, batch_samples)
+    return CostModel(cost, network, devices=devices, training=training)
 
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
@@ -123,6 +170,10 @@ def strategy_settings(strategy: Any) -> dict[str, Any]:
     defaults = inspect.signature(HolmesStrategy.__init__).parameters
     given = dict(strategy.get("init_args") or {})
     return {name: value for name, value in given.items() if name in defaults and value != defaults[name].default}
+
+
+def _size(module: LightningModule) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def parse_batch_shape(text: str) -> Any:
@@ -208,9 +259,39 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
         return found
     if found != "auto":
         return Topology.from_yaml(found)
-    nodes, devices = trainer.get("num_nodes") or 1, str(trainer.get("devices"))
-    count = int(devices) if devices.isdigit() and int(devices) > 0 else 1
-    return Topology.single_cluster(num_hosts=int(nodes), devices_per_host=count)
+    return Topology.single_cluster(
+        num_hosts=int(trainer.get("num_nodes") or 1), devices_per_host=_devices_per_host(request, trainer)
+    )
+
+
+def _devices_per_host(request: PlanRequest, trainer: Mapping[str, Any]) -> int:
+    """trainer.devices as Lightning counts it, where no topology says how many devices a host has.
+
+    Raises:
+        ConfigurationError: it means all devices of a host, of a type that this machine has none of; or is no such setting.
+    """
+    devices = trainer.get("devices")
+    text = str(devices).strip()
+    if isinstance(devices, list | tuple):
+        count = len(devices)
+    elif "," in text:  # "0,1" are two devices, "0," is one
+        count = len([entry for entry in text.split(",") if entry.strip()])
+    elif text in ("None", "auto", "-1"):
+        count = torch.cuda.device_count()
+        if trainer.get("accelerator") == "cpu" or (count == 0 and request.device_type is None):
+            count = 1  # what Lightning takes on CPUs, and on this machine
+        if count == 0:
+            raise ConfigurationError(
+                f"trainer.devices={devices!r} means all devices of a host, and this machine has no {request.device_type}; give "
+                "their number, --trainer.devices=8, or a topology, --topology FILE"
+            )
+    else:
+        count = int(text) if text.isdigit() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f'trainer.devices={devices!r}: write a number of at least 1, a list of devices, "0,1", or "auto" or -1 for all'
+        )
+    return count
 
 
 def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
@@ -226,7 +307,8 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
             name="this machine's process",
             peak_flops_per_s=1.0,  # not used: work is in seconds
             memory_bytes=float(psutil.virtual_memory().total) / most,
-            local_bytes_per_s=_HOST_BYTES_PER_S,
+            local_bytes_per_s=LOCAL_BYTES_PER_S["cpu"],
+            local_latency_s=LOCAL_LATENCY_S["cpu"],
             efficiency=1.0,
         )
         return (here,) * len(topology.clusters)
@@ -245,38 +327,137 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
     missing = [name for name in names if name not in chosen]
     if missing:
         raise ConfigurationError(f"device_type={request.device_type!r} names no type for the cluster {missing[0]!r}")
+    if cost.unit == "seconds" and len({entry.flops_per_s for entry in chosen.values()}) > 1:
+        raise ConfigurationError(
+            f"device_type={request.device_type!r} names devices of unlike speed, but --profile measure has the speed of this "
+            "machine alone; leave --profile out, which counts FLOPs and divides them by each type's speed, or name one type"
+        )
     return tuple(chosen[name] for name in names)
 
 
-def _batch_samples(samples: int, given: Mapping[str, Any], topology: Topology, trainer: Mapping[str, Any]) -> int:
-    """Samples of a step as fit would have them: the loader's batch for each replica of the configured layout."""
-    clusters = len(topology.clusters)
-    ranks = int(given.get("pipeline_parallel_size", clusters)) * int(given.get("tensor_parallel_size", 1))
-    replicas = max(1, topology.num_devices // ranks)
-    return samples * replicas * int(trainer.get("accumulate_grad_batches") or 1)
+def _training(
+    request: PlanRequest, options: TrainingOptions, cost: ModelCost, model: LightningModule, batch_samples: int
+) -> Training:
+    """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
+    if request.sharded_optimizer is not None:
+        options = replace(options, sharded_optimizer=request.sharded_optimizer)
+    update_s_per_byte = own_s = 0.0
+    here = request.device_type is None
+    if here:
+        device = next(model.parameters()).device
+        update_s_per_byte = time_update(device)
+        own_s = own_step_s(probe_device(device, seconds=_PROBE_S).operator_s)
+    return make_training(
+        options,
+        cost,
+        shapes=[tuple(p.shape) for p in model.parameters() if p.requires_grad],
+        batch_samples=batch_samples,
+        device="cpu" if here else "cuda",
+        update_s_per_byte=update_s_per_byte,
+        own_s=own_s,
+    )
 
 
-def _space(request: PlanRequest, given: Mapping[str, Any]) -> SearchSpace:
-    """What the search may choose: whatever the strategy's settings leave open."""
+def _strategy(given: Mapping[str, Any]) -> HolmesStrategy:
+    """The strategy with those of the arguments that a prediction knows, which it checks; and its plan file, if it has one."""
+    names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {"plan"}
+    return HolmesStrategy(**{name: value for name, value in given.items() if name in names})
+
+
+def _check_given_plan(path: str, cost_model: CostModel) -> None:
+    """Refuse a plan file as fit would. Raises ConfigurationError with the difference."""
+    plan, topology, model = Plan.load(path), cost_model.network.topology, cost_model.model
+    placement = None
+    if plan.world_size == topology.num_devices:
+        placement = make_placement(
+            topology,
+            world_size=plan.world_size,
+            pipeline_parallel_size=plan.pipeline_parallel_size,
+            tensor_parallel_size=plan.tensor_parallel_size,
+        )
+    check_plan(
+        plan,
+        topology=topology,
+        placement=placement,
+        layers=None if plan.layers == WHOLE_MODULE else model.layer_list,
+        num_layers=None if plan.layers == WHOLE_MODULE else model.num_layers,
+        module=model.name,
+        num_parameters=model.num_parameters,
+        source=f"the plan in {path}",
+    )
+
+
+def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptions) -> Plan:
+    """The best plan as a run's plan, which the strategy takes as a file.
+
+    Args:
+        asked: what the strategy's settings ask for.
+    """
+    best, model, topology = result.best, cost_model.model, cost_model.network.topology
+    layout = best.run.layout
+    chooser = TransportChooser(topology)
+
+    def transports(ranks: Sequence[int]) -> tuple[str, str]:
+        choice = chooser.choose(ranks)
+        return choice.kind, choice.reason
+
+    notes = [
+        f"lightning-holmes plan: {best.step_s:.3g} s a step by prediction; {best.reason}",
+        f"batch: {best.batch_samples // layout.data} samples a replica, {best.batch_samples} a step; the data loader must give them",
+    ]
+    if best.run.recomputation:
+        notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
+    return make_plan(
+        replace(asked, layers=model.layer_list),
+        topology=topology,
+        placement=make_placement(
+            topology,
+            world_size=layout.num_devices,
+            pipeline_parallel_size=layout.pipeline,
+            tensor_parallel_size=layout.tensor,
+        ),
+        layers=model.layer_list,
+        num_layers=model.num_layers,
+        batch_size=best.batch_samples // layout.data,
+        transports=transports,
+        choice=Choice(
+            partition=best.partition,
+            schedule=best.run.schedule,
+            num_chunks=best.run.num_chunks,
+            num_microbatches=best.run.num_microbatches,
+            notes=tuple(notes),
+            prediction=best,
+        ),
+        made_for=MadeFor(module=model.name, num_parameters=model.num_parameters, clusters=cluster_facts(topology)),
+    )
+
+
+def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
+    """Samples of a batch of all replicas, as fit would have them: the loader's for each replica of the configured layout."""
+    size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
+    if size == "auto":
+        size, _ = choose_pipeline_size(topology, tensor)
+    return samples * max(1, topology.num_devices // (size * tensor))
+
+
+def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> SearchSpace:
+    """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
     space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
     space["recomputation"] = (False, True) if request.recomputation else (False,)
-    if "pipeline_parallel_size" in given:
-        space["pipeline"] = (check_count(given["pipeline_parallel_size"], "pipeline_parallel_size"),)
-    if "tensor_parallel_size" in given:
-        space["tensor"] = (check_count(given["tensor_parallel_size"], "tensor_parallel_size"),)
-    if "num_microbatches" in given:
-        space["num_microbatches"] = (check_count(given["num_microbatches"], "num_microbatches"),)
-    if "schedule" in given:
-        space["schedules"] = (given["schedule"],)
-    if "num_chunks" in given:
-        space["num_chunks"] = (given["num_chunks"],)
-        space.setdefault(
-            "schedules",
-            ("interleaved_1f1b", "eager_interleaved_1f1b") if given["num_chunks"] > 1 else ("1f1b", "gpipe"),
+    if asked.pipeline_parallel_size != "auto":
+        space["pipeline"] = (asked.pipeline_parallel_size,)
+    if asked.tensor_parallel_size > 1 or is_plan:
+        space["tensor"] = (asked.tensor_parallel_size,)
+    if asked.num_microbatches != "auto":
+        space["num_microbatches"] = (asked.num_microbatches,)
+    if asked.num_chunks != "auto":
+        space["num_chunks"] = (asked.num_chunks,)
+        space["schedules"] = (
+            ("interleaved_1f1b", "eager_interleaved_1f1b") if asked.num_chunks > 1 else ("1f1b", "eager_1f1b", "gpipe")
         )
-    partition = given.get("partition")
-    if partition is not None:
-        space["partition"] = partition if isinstance(partition, str) else tuple(partition)
+    if asked.schedule != "auto":
+        space["schedules"] = (asked.schedule,)
+    space["partition"] = asked.partition if isinstance(asked.partition, str) else tuple(asked.partition)
     return SearchSpace(**space)
 
 

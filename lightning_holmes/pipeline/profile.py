@@ -53,6 +53,10 @@ _DISTURBED = 1.5  # repeats that took so many times the middle one are left out
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
+class ReadsValuesError(UnsupportedModuleError):
+    """A step runs neither on tensors without values nor, for want of weights or by its size, for real."""
+
+
 def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
     """What factory makes, with parameters and buffers that take no memory and hold no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -87,8 +91,8 @@ def profile_step(
         seconds: how long "measure" goes on at the least, after its first repeats.
 
     Raises:
-        UnsupportedModuleError: the step runs through no list of layers in order, or runs neither on fake
-            tensors nor, having no real weights, for real.
+        UnsupportedModuleError: the step runs through no list of layers in order.
+        ReadsValuesError: it runs neither on fake tensors nor, having no real weights or not being allowed to, for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
     candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
@@ -141,7 +145,7 @@ def _run(
     except Exception as error:
         if not has_values or not may_run:
             lacks = "has no real weights to run it for real" if not has_values else "is not to be run for real for this"
-            raise UnsupportedModuleError(
+            raise ReadsValuesError(
                 f"{type(module).__name__}.training_step does not run on tensors without values "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}), and this module "
                 f"{lacks}; profile a smaller one, or leave the value out of the step"
@@ -264,6 +268,7 @@ class _Recorder:
         self.held = [0.0] * (size + 2)
         self.operators = [0.0] * (size + 2)  # of the forward
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
+        self.crossing_elements = 0
         self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
@@ -391,6 +396,7 @@ class _Recorder:
                 self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
 
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))
         return float(sum(tensor.numel() * tensor.element_size() for tensor in (wanting or tensors)))
 
 
@@ -432,6 +438,7 @@ def _model_cost(
         for position in range(size + 2)
     ]
     forbidden: tuple[int, ...] = ()
+    sizes = [(p.numel(), p.element_size()) for p in module.parameters() if p.requires_grad] or [(1, 4)]
     if structure is not None:
         forbidden = tuple(cut for cut in range(size - 1) if any(b.forbids(cut) for b in structure.bypasses))
     return ModelCost(
@@ -443,6 +450,10 @@ def _model_cost(
         shared_bytes=shared,
         forbidden_cuts=forbidden,
         tokens_per_sample=tokens_per_sample,
+        parameter_itemsize=sum(number * size for number, size in sizes) / sum(number for number, _ in sizes),
+        activation_itemsize=sum(seen.crossing) / seen.crossing_elements if seen.crossing_elements else 4.0,
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        layer_list=seen.layers,
         name=type(module).__name__,
     )
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 
 _MICROBATCHES_PER_RANK = 4
@@ -29,6 +31,10 @@ _NEARLY = 0.01  # candidates so near each other are told apart by simplicity
 _COUNTED_GAIN = 0.08  # what more microbatches must save where FLOPs were counted: small kernels lose more than is known
 _INTERLEAVING_GAIN = 0.05  # what interleaving must save: more messages and more work a stage than its costs know
 _CHUNKS_TRIED = (2, 3, 4)
+_WAY_OUT = (
+    "The optimizer was taken to keep two numbers for each trained parameter, as AdamW does; if yours keeps fewer, give the "
+    "layers of each stage by hand, partition=[...], which are not held against the memory"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +114,21 @@ def choose_by_costs(
         described: how the costs came about, for the notes.
 
     Raises:
+        NothingFitsError: no candidate fits the memory, by how much, and what would make it fit. Layer counts that are given
+            by hand are taken nevertheless, and noted.
         ConfigurationError: the options do not fit the module; no partition avoids the forbidden cuts.
     """
     num_layers = cost_model.model.num_layers
     found: list[tuple[RunShape, Prediction]] = []
+    lacking: list[tuple[float, int]] = []
     trouble: ConfigurationError | None = None
     notes: list[str] = []
     for run in _runs(options, layout, batch_size, num_layers, not_interleaved is None):
         try:
             partition = _deal(options, cost_model, run, limit_memory=True)
         except NothingFitsError as error:
+            lacking.append((error.excess_bytes, error.rank))
             partition = _deal(options, cost_model, run, limit_memory=False)
-            trouble = trouble or error
         except ConfigurationError as error:
             trouble = trouble or error
             continue
@@ -133,8 +142,15 @@ def choose_by_costs(
     if not found:
         assert trouble is not None
         raise trouble
-    if isinstance(trouble, NothingFitsError):
-        notes.append(f"memory: by its estimate {trouble}; it was left out of the choice")
+    fitting = [(run, made) for run, made in found if fits(made)]
+    if not fitting:
+        lacking += [excess_of(made) for _, made in found]
+        excess, rank = min(lacking)
+        reason = nothing_fits(cost_model, [run for run, _ in found], excess_bytes=excess, rank=rank)
+        if isinstance(options.partition, str):
+            raise NothingFitsError(f"{reason}. {_WAY_OUT}", excess_bytes=excess, rank=rank)
+        notes.append(f"memory: by its estimate {reason}")
+    found = fitting or found
     plain = min((p.step_s for run, p in found if run.num_chunks == 1), default=math.inf)
     kept = [(r, p) for r, p in found if r.num_chunks == 1 or p.step_s < plain * (1 - _INTERLEAVING_GAIN)]
     kept = kept or found

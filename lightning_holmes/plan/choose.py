@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import Choice, choose_without_costs
+from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement, cluster_levels, clusters_of
 from lightning_holmes.plan.plan import WHOLE_MODULE, Axis, GroupPlan, Plan
@@ -31,6 +32,7 @@ def make_plan(
     transports: Transports,
     notes: Sequence[str] = (),
     choice: Choice | None = None,
+    made_for: MadeFor | None = None,
 ) -> Plan:
     """The plan of a run, with a note for each automatic choice.
 
@@ -42,6 +44,7 @@ def make_plan(
         transports: what a group of ranks uses, in words, and why.
         notes: what was chosen before.
         choice: what was chosen by costs; None: as without any.
+        made_for: what the plan's file says of module and clusters.
 
     Raises:
         ConfigurationError: options that do not fit the module.
@@ -84,6 +87,7 @@ def make_plan(
         clusters=clusters,
         groups=tuple(_groups(placement, edges, transports, [cluster.name for cluster, _ in topology.places()])),
         notes=tuple(notes),
+        made_for=made_for,
     )
 
 

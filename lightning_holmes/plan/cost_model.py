@@ -12,146 +12,35 @@ Compute: a stage's work divided by the slowest speed among its devices and by te
 parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
 backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
 divided evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the
-parameters, with a sharded optimizer). Memory of a rank: parameters, gradients and optimizer states of its
-stages; held activations of the microbatches in flight; what one layer holds while it is recomputed.
-Not modelled: fragmentation, the workspace of libraries, input pipelines, logging.
+parameters, with a sharded optimizer). What is compressed between clusters counts as sent so by all replicas of a stage
+that lies in several; what else becomes of gradients is training.py's. Memory of a rank: parameters, gradients and optimizer states of its
+stages; held activations of the microbatches in flight (memory.py).
+Not modelled: input pipelines, logging.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Literal, get_args
+from functools import partial
 
 import numpy as np
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_cost import all_reduce_s, shared
-from lightning_holmes.plan.compute_order import INTERLEAVED, microbatch_groups
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_count, check_number
-from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
+from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import LOCAL, Channel, Network
-from lightning_holmes.plan.schedule import Schedule, make_schedule, max_in_flight
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import Balance
+from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
 from lightning_holmes.plan.simulator import Route, StepCosts
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
-
-Across = Literal["pipeline", "data"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Parallel sizes, and which axis crosses clusters.
-
-    across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
-    across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
-    a tensor-parallel group are neighbours in both. grid: where a placement is settled, the devices of each pipeline rank,
-    tensor group by tensor group; it stands in for these rules.
-    """
-
-    pipeline: int
-    tensor: int = 1
-    data: int = 1
-    across: Across = "pipeline"
-    grid: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "data"):
-            check_count(getattr(self, name), name)
-        if self.across not in get_args(Across):
-            raise ConfigurationError(f'across={self.across!r} is not known; write "pipeline" or "data"')
-
-    @property
-    def num_devices(self) -> int:
-        """All of them."""
-        return self.pipeline * self.tensor * self.data
-
-    def devices_of(self, pipeline_rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """(data, tensor) devices that hold a pipeline rank's stages, numbered in the order of the topology."""
-        if self.grid is not None:
-            return np.asarray(self.grid[pipeline_rank]).reshape(self.data, self.tensor)
-        if self.across == "pipeline":
-            each = self.data * self.tensor
-            return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
-        first = pipeline_rank * self.tensor
-        starts = np.arange(self.data)[:, None] * (self.pipeline * self.tensor) + first
-        return starts + np.arange(self.tensor)[None, :]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    """A layout with its schedule, microbatches and recomputation: what a prediction is about."""
-
-    layout: Layout
-    schedule: str
-    num_microbatches: int
-    microbatch_samples: int
-    num_chunks: int = 1
-    recomputation: bool = False
-
-    def make_schedule(self) -> Schedule:
-        """The actions of all pipeline ranks."""
-        return make_schedule(
-            self.schedule,
-            pipeline_parallel_size=self.layout.pipeline,
-            num_microbatches=self.num_microbatches,
-            num_chunks=self.num_chunks,
-        )
-
-    def __str__(self) -> str:
-        layout = self.layout
-        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        again = ", recomputation" if self.recomputation else ""
-        crossing = ", data across clusters" if layout.across == "data" and layout.data > 1 < layout.pipeline else ""
-        return (
-            f"pipeline {layout.pipeline} x tensor {layout.tensor} x data {layout.data}, {self.schedule}{chunks}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}{crossing}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What a step is made of beside the model.
-
-    Attributes:
-        batch_samples: samples of a step, over all replicas.
-        gradient_ratio: bytes of the gradient buffer for each byte of trained parameters (2 for bf16 weights with
-            fp32 gradients).
-        state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in fp32; 6 for
-            bf16 weights with fp32 master weights and AdamW).
-        sharded_optimizer: states, and the update, are divided over replicas.
-        overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
-            optimizer's parameters beside the next forward.
-        update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
-        message_s: seconds of a rank's own time that starting a transfer takes.
-        own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
-        blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
-        memory_share: share of a device's memory that a plan may use.
-    """
-
-    batch_samples: int
-    gradient_ratio: float = 1.0
-    state_ratio: float = 2.0
-    sharded_optimizer: bool = False
-    overlap_reduce: bool = False
-    overlap_gather: bool = False
-    update_s_per_byte: float = 0.0
-    message_s: float = 0.0
-    own_s: float = 0.0
-    blocking_sends: bool = False
-    memory_share: float = 0.92
-
-    def __post_init__(self) -> None:
-        check_count(self.batch_samples, "batch_samples")
-        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s", "own_s"):
-            check_number(getattr(self, name), name)
-        if check_number(self.memory_share, "memory_share", positive=True) > 1:
-            raise ConfigurationError(f"memory_share={self.memory_share!r} is not allowed; write at most 1")
+from lightning_holmes.plan.training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +51,7 @@ class _StageGroup:
     local_size: int
     num_hosts: int
     cards: tuple[str, ...]
+    across: bool = False  # they lie in several clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +63,7 @@ class _LayoutFacts:
     groups: tuple[_StageGroup, ...]
     tensor_channels: tuple[tuple[Channel, int], ...]  # and over how many hosts
     routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    ends: Route | None = None  # between the first and the last pipeline rank, for gradients of what both need
 
 
 class CostModel:
@@ -213,6 +104,7 @@ class CostModel:
             self._speed = np.asarray([check_number(s, "a host's speed", positive=True) for s in host_speeds])
         self._memory = np.asarray([device.memory_bytes for device in devices])[host_cluster] * training.memory_share
         self._facts: dict[Layout, _LayoutFacts] = {}
+        self._sharded: dict[Layout, bool] = {}
         self._models: dict[tuple[int, bool], ModelCost] = {}
 
     @property
@@ -237,6 +129,13 @@ class CostModel:
     def speeds(self, layout: Layout) -> tuple[float, ...]:
         """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
         return tuple(speed * layout.tensor for speed in self.facts(layout).speeds)
+
+    def is_sharded(self, layout: Layout) -> bool:
+        """Whether replicas share the optimizer's states. "auto" is decided as a run does, for layers by count. Cached."""
+        if layout not in self._sharded:
+            wanted = self.training.sharded_optimizer
+            self._sharded[layout] = self._would_shard(layout) if wanted == "auto" else wanted
+        return self._sharded[layout]
 
     # seconds
 
@@ -279,12 +178,15 @@ class CostModel:
         layer_bytes = limits = None
         before_bytes = after_bytes = 0.0
         if limit_memory:
-            byte_rows = {count: _row(model.layers, partial(self._place_bytes, run, count)) for count in set(in_flight)}
+            memory = self.memory(run)
+            byte_rows = {
+                count: _row(model.layers, partial(memory.place_bytes, in_flight=count)) for count in set(in_flight)
+            }
             layer_bytes = tuple(byte_rows[count] for count in in_flight)
-            before_bytes = self._place_bytes(run, in_flight[0], model.before)
-            after_bytes = self._place_bytes(run, in_flight[-1], model.after)
-            transient = max(_row(self._plain(run).layers, lambda layer: self._transient(run, layer)))
-            limits = tuple(max(0.0, memory - transient) for memory in facts.memory)
+            before_bytes = memory.place_bytes(model.before, in_flight[0])
+            after_bytes = memory.place_bytes(model.after, in_flight[-1])
+            transient = max(_row(self._plain(run).layers, memory.transient_bytes))
+            limits = tuple(max(0.0, most - transient) for most in facts.memory)
         return Balance(
             seconds=tuple(seconds),
             before_seconds=sum(self.place_seconds(run, 0, model.before)),
@@ -303,6 +205,7 @@ class CostModel:
         layout, training = run.layout, self.training
         model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
+        sharded, memory = self.is_sharded(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage = [], [], [], []
         static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
@@ -329,16 +232,15 @@ class CostModel:
             tensor_forward.append(sums[2])
             tensor_backward.append(sums[3])
             activations.append(layers[-1].activation_bytes if stage < last else 0.0)
-            held.append(math.fsum(place.held_bytes for place in places) / layout.tensor)
+            held.append(math.fsum(memory.held_bytes(place) for place in places))
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-            seconds, gathered = self._reduction(facts.groups[rank], trained, self.training.sharded_optimizer)
+            seconds, gathered = self._reduction(facts.groups[rank], trained, sharded)
             shared_s = self._shared_seconds(layout, facts) if stage in (0, last) else 0.0
             reduce.append(seconds + shared_s)
             gather_of_stage.append(gathered)
-            static[rank] += sum(self._static(run, place) for place in places)
-            shards = layout.data if training.sharded_optimizer else 1
-            update[rank] += trained * training.update_s_per_byte / shards * min(facts.speeds) / facts.speeds[rank]
-            transient[rank] = max([transient[rank], *(self._transient(run, plain.layers[index]) for index in own)])
+            static[rank] += sum(memory.static_bytes(place) for place in places)
+            update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
+            transient[rank] = max([transient[rank], *(memory.transient_bytes(plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
         for stage, seconds in enumerate(gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
@@ -366,7 +268,7 @@ class CostModel:
         )
 
     def nic_bytes(self, run: RunShape, partition: Partition) -> dict[str, float]:
-        """For each transport, the bytes that the busiest host's cards of it send in a step."""
+        """For each transport, the bytes that the busiest card of it sends in a step."""
         model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
         sent: dict[str, Counter[int]] = {}
         for stage in range(partition.num_stages):
@@ -377,29 +279,47 @@ class CostModel:
             places = [model.layers[index] for index in own]
             places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
             if group.num_hosts > 1:
-                # a reduction moves 2 (n-1)/n of its bytes out of each host, for each tensor-parallel part there
+                # a reduction moves 2 (n-1)/n of its bytes out of each host, for each tensor-parallel part there; of a
+                # reduce-scatter and an all-gather each moves half of that
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                moved = 2 * (group.num_hosts - 1) / group.num_hosts * trained * self.training.gradient_ratio
+                ratio, scatters = self._gradient_ratio(group)
+                if self.is_sharded(layout):
+                    ratio = (ratio / 2 if scatters else ratio) + 0.5
+                moved = 2 * (group.num_hosts - 1) / group.num_hosts * trained * ratio
                 here = sent.setdefault(group.channel.transport, Counter())
                 for column in range(layout.tensor):
                     for host in set(devices[:, column].tolist()):
                         here[host] += int(moved)
             if stage < partition.num_stages - 1:
                 following = self._host[layout.devices_of(_stage_ranks(run)[stage + 1])]
-                moved = model.layers[own[-1]].activation_bytes * run.num_microbatches
+                crossing = model.layers[own[-1]].activation_bytes * run.num_microbatches
                 pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
                 for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
                     if first != second:
                         transport = self.network.between_hosts(int(first), int(second)).transport
+                        moved = crossing * self._activation_ratio(int(first), int(second))
                         here = sent.setdefault(transport, Counter())
                         here[int(first)] += int(moved * number)
                         here[int(second)] += int(moved * number)  # the gradient comes back
-        return {transport: float(max(counts.values())) for transport, counts in sent.items()}
+        return {
+            kind: max(number * self.network.busiest_share(host, kind) for host, number in counts.items())
+            for kind, counts in sent.items()
+        }
 
     def peak_flops_per_s(self) -> float:
         """Of all devices together."""
         counts = [cluster.num_devices for cluster in self.network.topology.clusters]
         return sum(n * device.peak_flops_per_s for n, device in zip(counts, self.devices, strict=True))
+
+    def memory(self, run: RunShape) -> RankMemory:
+        """What the ranks of a run hold."""
+        layout = run.layout
+        return RankMemory(
+            training=self.training,
+            tensor=layout.tensor,
+            shards=layout.data if self.is_sharded(layout) else 1,
+            recomputation=run.recomputation,
+        )
 
     def memory_limits(self, layout: Layout) -> tuple[float, ...]:
         """Bytes that each pipeline rank may use."""
@@ -409,18 +329,6 @@ class CostModel:
 
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
-
-    def _static(self, run: RunShape, place: LayerCost) -> float:
-        training, layout = self.training, run.layout
-        shards = layout.data if training.sharded_optimizer else 1
-        trained = place.trained_bytes * (training.gradient_ratio + training.state_ratio / shards)
-        return (place.parameter_bytes + trained) / layout.tensor
-
-    def _place_bytes(self, run: RunShape, in_flight: float, place: LayerCost) -> float:
-        return self._static(run, place) + in_flight * place.held_bytes / run.layout.tensor
-
-    def _transient(self, run: RunShape, layer: LayerCost) -> float:
-        return layer.held_bytes / run.layout.tensor if run.recomputation else 0.0
 
     def _all_reduce(self, num_bytes: float, channel: Channel, local_size: int, num_hosts: int) -> float:
         local = self.network.local
@@ -438,22 +346,60 @@ class CostModel:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
         if group.local_size * group.num_hosts == 1:
             return 0.0, 0.0
-        ratio = self.training.gradient_ratio
+        ratio, scatters = self._gradient_ratio(group)
         whole = self._all_reduce(trained_bytes * ratio, group.channel, group.local_size, group.num_hosts)
         if not sharded:
             return whole, 0.0
         # half of an all-reduce each; parameters are gathered in their own type
         gathered = self._all_reduce(trained_bytes, group.channel, group.local_size, group.num_hosts) / 2
-        return whole / 2, gathered
+        return whole / 2 if scatters else whole, gathered
+
+    def _gradient_ratio(self, group: _StageGroup) -> tuple[float, bool]:
+        """Bytes of gradients that a group sums for each trained byte, and whether sharding halves that: what is
+        compressed is always summed whole."""
+        compressed = self.training.gradient_ratio_across if group.across else None
+        return (self.training.gradient_ratio, True) if compressed is None else (compressed, False)
+
+    def _update_s(self, facts: _LayoutFacts, rank: int, trained_bytes: float) -> float:
+        """Seconds of the optimizer's step for all of a rank's parameters."""
+        return trained_bytes * self.training.update_s_per_byte * min(facts.speeds) / facts.speeds[rank]
+
+    def _would_shard(self, layout: Layout) -> bool:
+        if layout.data == 1:
+            return False
+        facts, training, model = self.facts(layout), self.training, self.model
+        partition = make_uniform_partition(model.num_layers, layout.pipeline)
+        known = []
+        for rank in range(layout.pipeline):
+            places = [model.layers[index] for index in partition.layers_of(rank)]
+            places += [model.before] * (rank == 0) + [model.after] * (rank == layout.pipeline - 1)
+            weights = math.fsum(place.parameter_bytes for place in places) / layout.tensor
+            trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
+            free = facts.memory[rank] / training.memory_share - weights - trained * training.gradient_ratio
+            update_s = self._update_s(facts, rank, trained)
+            known.append(
+                ShardingFacts(
+                    state_bytes=round(trained * training.state_ratio),
+                    free_bytes=round(free),
+                    whole_s=self._reduction(facts.groups[rank], trained, False)[0] + update_s,
+                    sharded_s=sum(self._reduction(facts.groups[rank], trained, True)) + update_s / layout.data,
+                )
+            )
+        return choose_sharding(known).on
 
     def _shared_seconds(self, layout: Layout, facts: _LayoutFacts) -> float:
         """Gradients of tied embeddings, summed between the first and the last pipeline rank."""
         if self.model.shared_bytes == 0 or layout.pipeline == 1:
             return 0.0
-        route = facts.routes.get((0, layout.pipeline - 1)) or self._route(layout, 0, layout.pipeline - 1)
-        slowest = max((seconds for _, seconds in route.hops), default=0.0)
+        assert facts.ends is not None
+        slowest = max((seconds for _, seconds in facts.ends.hops), default=0.0)
         num_bytes = self.model.shared_bytes / layout.tensor * self.training.gradient_ratio
-        return num_bytes * slowest + 2 * route.latency_s  # an all-reduce of two moves the bytes once each way
+        return num_bytes * slowest + 2 * facts.ends.latency_s  # an all-reduce of two moves the bytes once each way
+
+    def _activation_ratio(self, first: int, second: int) -> float:
+        """Share of an activation's bytes that is sent from one host to another."""
+        same = self.network.cluster_of_host[first] == self.network.cluster_of_host[second]
+        return 1.0 if same else self.training.activation_ratio_across
 
     def _make_facts(self, layout: Layout) -> _LayoutFacts:
         assert layout.num_devices == self.num_devices, (layout, self.num_devices)
@@ -474,7 +420,8 @@ class CostModel:
                 sharers = max(rings[host] for host in distinct.tolist())
                 channel = Channel(channel.transport, shared(channel.bytes_per_s, sharers), channel.latency_s)
                 cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
-            groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards))
+            across = len({self.network.cluster_of_host[host] for host in distinct.tolist()}) > 1
+            groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards, across))
             together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
             tensors.append((self.network.group(together), len(together)))
         routes = {}
@@ -482,17 +429,21 @@ class CostModel:
             for rank in range(layout.pipeline):
                 following = (rank + 1) % layout.pipeline
                 for pair in ((rank, following), (following, rank)):
-                    routes[pair] = self._route(layout, *pair)
+                    routes[pair] = self._route(layout, *pair, ratio=self._activation_ratio)
+        shares = self.model.shared_bytes > 0 and layout.pipeline > 1
         return _LayoutFacts(
             speeds=tuple(float(self._speed[own].min()) for own in hosts),
             memory=tuple(float(self._memory[own].min()) for own in hosts),
             groups=tuple(groups),
             tensor_channels=tuple(tensors),
             routes=routes,
+            ends=self._route(layout, 0, layout.pipeline - 1) if shares else None,
         )
 
-    def _route(self, layout: Layout, source: int, target: int) -> Route:
-        """The slowest of the replicas' ways from one pipeline rank to another."""
+    def _route(
+        self, layout: Layout, source: int, target: int, ratio: Callable[[int, int], float] = lambda first, second: 1.0
+    ) -> Route:
+        """The slowest of the replicas' ways from one pipeline rank to another; ``ratio``: bytes sent for each byte."""
         first = self._host[layout.devices_of(source)].ravel()
         second = self._host[layout.devices_of(target)].ravel()
         away = first != second
@@ -505,7 +456,8 @@ class CostModel:
                 slowest = 1 / channel.bytes_per_s
                 route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
             else:
-                out_s, in_s = leaving[one] / channel.bytes_per_s, coming[other] / channel.bytes_per_s
+                sent = ratio(one, other)
+                out_s, in_s = leaving[one] * sent / channel.bytes_per_s, coming[other] * sent / channel.bytes_per_s
                 slowest = max(out_s, in_s)
                 cards = ((f"{channel.transport} {one} out", out_s), (f"{channel.transport} {other} in", in_s))
                 route = Route(channel.latency_s, cards)
@@ -526,30 +478,3 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
 
 def _stage_ranks(run: RunShape) -> tuple[int, ...]:
     return ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
-
-
-@lru_cache(maxsize=4096)
-def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """For each stage, the microbatches it holds when its rank holds the most."""
-    if schedule == "gpipe":
-        return (num_microbatches,) * (ranks * num_chunks)
-    if schedule == "1f1b":
-        return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
-    if schedule == "eager_1f1b":
-        return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
-    if schedule in INTERLEAVED and num_microbatches % ranks == 0:
-        # the warm-up and one more: groups of microbatches, each through one chunk after another
-        groups = microbatch_groups(schedule, num_microbatches, ranks)
-        stages = [0] * (ranks * num_chunks)
-        for rank in range(ranks):
-            left = 2 * (ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + 1
-            for group, chunk in itertools.product(groups, range(num_chunks)):
-                stages[chunk * ranks + rank] += min(max(left, 0), len(group))
-                left -= len(group)
-        return tuple(stages)
-    made = make_schedule(
-        schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
-    most = max_in_flight(made)
-    return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))

@@ -6,7 +6,8 @@ The table holds the makers' figures; a type that is not in it is given by hand:
     find_device_type("speed=100e12,memory=40e9")              # speed is what layers reach, efficiency 1
 
 peak_flops_per_s is the dense bf16 (fp16 on V100 and T4) matrix rate: without sparsity. efficiency is the share
-of it that a transformer's layers reach; 0.5 where nothing was fitted (docs/planning.md says how it was for A100).
+of it that a transformer's layers reach: fitted for the A100 (SXM) on published rows (published.py), assumed to be 0.5 for
+all others, of which there are none.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import check_number
 
 _GIB = 2.0**30
-_UNFITTED = 0.5
+_ASSUMED = 0.5
+_FITTED_A100 = 0.720  # of published.py's fit_efficiencies, which a test holds against it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
     """One type of device.
 
-    speed: work a second that layers reach on it, see speed_for. local_bytes_per_s: one way to another device of
-    the same host (NVLink, or PCIe), for one device.
+    local_bytes_per_s: one way to another device of the same host (NVLink, or PCIe), for one device. source: of the figures;
+    efficiency_source: of the efficiency, "given" by hand, "assumed", or from where it was fitted.
     """
 
     name: str
     peak_flops_per_s: float
     memory_bytes: float
     local_bytes_per_s: float
-    efficiency: float = _UNFITTED
+    efficiency: float = _ASSUMED
+    efficiency_source: str = "given"
     local_latency_s: float = 5e-6
     source: str = "given by hand"
 
@@ -51,14 +54,15 @@ class DeviceType:
 
 
 def _known(
-    name: str, tflops: float, gib: float, local_gb_per_s: float, source: str, efficiency: float = _UNFITTED
+    name: str, tflops: float, gib: float, local_gb_per_s: float, source: str, fitted: float | None = None
 ) -> DeviceType:
     return DeviceType(
         name=name,
         peak_flops_per_s=tflops * 1e12,
         memory_bytes=gib * _GIB,
         local_bytes_per_s=local_gb_per_s * 1e9,
-        efficiency=efficiency,
+        efficiency=_ASSUMED if fitted is None else fitted,
+        efficiency_source="assumed" if fitted is None else "fitted on Holmes, arXiv 2312.03549, InfiniBand",
         source=source,
     )
 
@@ -70,8 +74,8 @@ _TABLE = (
     _known("T4", 65, 16, 16, "NVIDIA T4 data sheet; PCIe 3 x16"),
     _known("A10", 125, 24, 32, "NVIDIA A10 data sheet; PCIe 4 x16"),
     _known("A40", 149.7, 48, 56, "NVIDIA A40 data sheet, NVLink bridge"),
-    _known("A100-40GB", 312, 40, 300, "NVIDIA A100 data sheet, SXM4"),
-    _known("A100-80GB", 312, 80, 300, "NVIDIA A100 data sheet, SXM4"),
+    _known("A100-40GB", 312, 40, 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100),
+    _known("A100-80GB", 312, 80, 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100),
     _known("A100-80GB-PCIe", 312, 80, 32, "NVIDIA A100 data sheet; PCIe 4 x16"),
     _known("L4", 121, 24, 32, "NVIDIA L4 data sheet; PCIe 4 x16"),
     _known("L40S", 362, 48, 32, "NVIDIA L40S data sheet; PCIe 4 x16"),

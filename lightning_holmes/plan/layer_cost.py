@@ -93,7 +93,9 @@ class ModelCost:
     before: what runs ahead of the layers (embedding; its activation_bytes are the first layer's input).
     after: what runs behind them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
     they are counted in each, and their gradients are summed between the first and the last stage.
-    forbidden_cuts: layers behind which no cut may lie. tokens_per_sample: for reports.
+    forbidden_cuts: layers behind which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
+    activation_itemsize: bytes of a trained parameter's element, and of one of what crosses cuts; means, where types mix.
+    layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
     """
 
     unit: WorkUnit
@@ -104,6 +106,10 @@ class ModelCost:
     shared_bytes: float = 0.0
     forbidden_cuts: tuple[int, ...] = ()
     tokens_per_sample: int | None = None
+    parameter_itemsize: float = 4.0
+    activation_itemsize: float = 4.0
+    num_parameters: int | None = None
+    layer_list: str = "layers"
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -111,8 +117,12 @@ class ModelCost:
             raise ConfigurationError(f'unit={self.unit!r} is not known; write "flops" or "seconds"')
         check_count(self.microbatch_samples, "microbatch_samples")
         check_number(self.shared_bytes, "shared_bytes")
+        for name in ("parameter_itemsize", "activation_itemsize"):
+            check_number(getattr(self, name), name, positive=True)
         if self.tokens_per_sample is not None:
             check_count(self.tokens_per_sample, "tokens_per_sample")
+        if self.num_parameters is not None:
+            check_count(self.num_parameters, "num_parameters", minimum=0)
         if not self.layers:
             raise ConfigurationError("layers=() is not allowed; a model has at least one layer")
         for cut in self.forbidden_cuts:

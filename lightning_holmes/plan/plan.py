@@ -17,6 +17,7 @@ import yaml
 
 from lightning_holmes.cluster.yaml_node import YamlNode
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
@@ -44,7 +45,8 @@ class Plan:
     """What runs where and how.
 
     layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
-    of its ranks, or several joined by "+". notes explain each automatic choice in one line.
+    of its ranks, or several joined by "+". notes explain each automatic choice in one line. made_for: the module and
+    the clusters, as far as they are known.
     """
 
     pipeline_parallel_size: int
@@ -60,6 +62,7 @@ class Plan:
     groups: tuple[GroupPlan, ...] = ()
     notes: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
+    made_for: MadeFor | None = None
 
     def __post_init__(self) -> None:
         size = (self.placement.pipeline_parallel_size, self.placement.data_parallel_size)
@@ -117,15 +120,18 @@ class Plan:
             "groups": [{**asdict(group), "ranks": list(group.ranks)} for group in self.groups],
             "notes": list(self.notes),
         }
+        del data["made_for"]
+        if self.made_for is not None:
+            data["made_for"] = self.made_for.to_data()
         return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110))
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "plan") -> Plan:
         """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
         root = YamlNode.parse(text, source=source)
-        names = [entry.name for entry in fields(cls)]
-        names.remove("tensor_parallel_size")  # plans of before have none
-        entries = root.mapping(required=names, optional=["tensor_parallel_size"])
+        later = ("tensor_parallel_size", "made_for")  # plans of before have none
+        names = [entry.name for entry in fields(cls) if entry.name not in later]
+        entries = root.mapping(required=names, optional=later)
         tensor = entries["tensor_parallel_size"].integer(minimum=1) if "tensor_parallel_size" in entries else 1
         return cls(
             pipeline_parallel_size=entries["pipeline_parallel_size"].integer(minimum=1),
@@ -143,6 +149,7 @@ class Plan:
             clusters=tuple(entry.text() for entry in entries["clusters"].items()),
             groups=tuple(_read_group(entry) for entry in entries["groups"].items()),
             notes=tuple(entry.text() for entry in entries["notes"].items()),
+            made_for=MadeFor.read(entries["made_for"]) if "made_for" in entries else None,
         )
 
     def save(self, path: str | Path) -> None:

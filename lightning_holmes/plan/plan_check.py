@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import Placement, clusters_of
 from lightning_holmes.plan.plan import Plan
 
@@ -18,6 +19,8 @@ def check_plan(
     placement: Placement | None = None,
     layers: str | None = None,
     num_layers: int | None = None,
+    module: str | None = None,
+    num_parameters: int | None = None,
     source: str = "the plan",
 ) -> None:
     """Raise ConfigurationError with every difference between what a plan was made for and what is here.
@@ -25,6 +28,8 @@ def check_plan(
     Args:
         placement: of the run that begins, if it is made: a launcher may have numbered the same hosts in another order.
         layers, num_layers: the model's layer list and its length; None where the model is not known yet.
+        module, num_parameters: its class and size, likewise. They, and what the plan's file says of the clusters' hosts and cards,
+            are compared where it says so; older files do not.
         source: what messages call the plan.
     """
     differences = []
@@ -33,14 +38,20 @@ def check_plan(
     else:
         placed = placement or plan.placement
         for rank in range(plan.pipeline_parallel_size):
-            here = "+".join(clusters_of(placed, topology, rank))
-            if plan.clusters[rank] != here:
-                differences.append(f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {here}")
+            place = "+".join(clusters_of(placed, topology, rank))
+            if plan.clusters[rank] != place:
+                differences.append(
+                    f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {place}"
+                )
+    if plan.made_for is not None:
+        here = MadeFor(module=module, num_parameters=num_parameters, clusters=cluster_facts(topology))
+        differences += plan.made_for.differences(here)
     if layers is not None and plan.layers != layers:
         differences.append(f"it cuts the layer list {plan.layers!r}, this model's is {layers!r}")
     if num_layers is not None and plan.partition.num_layers != num_layers:
         differences.append(f"it deals {plan.partition.num_layers} layers, this model has {num_layers}")
     if differences:
         raise ConfigurationError(
-            f"{source} is not for this run: {'; '.join(differences)}. Take the plan.yaml of a run like this one, or leave it out"
+            f"{source} is not for this run: {'; '.join(differences)}. Take the plan.yaml of a run like this one, have "
+            "lightning-holmes plan --output make one, or leave it out"
         )

@@ -32,7 +32,7 @@ HEADINGS = (
     "TFLOPS/GPU",
     "MFU",
     "bubble",
-    "sent per host and step",
+    "sent per NIC and step",
     "memory/GPU",
 )
 
@@ -42,6 +42,7 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     run, layout = entry.run, entry.run.layout
     chunks = f" x{run.num_chunks}" if run.num_chunks > 1 else ""
     again = "\nrecomputation" if run.recomputation else ""
+    again += "\nsharded optimizer" if entry.sharded_optimizer else ""
     across = "\ndata across" if layout.across == "data" else ""
     tokens = entry.tokens_per_s
     known = entry.model_flops > 0
@@ -107,6 +108,7 @@ def describe_task(cost_model: CostModel) -> str:
     model, clusters = cost_model.model, cost_model.network.topology.clusters
     places = ", ".join(
         f"{cluster.name}: {cluster.num_devices} x {device.name}"
+        + (f" ({device.efficiency:.2f} of peak, {device.efficiency_source})" if model.unit == "flops" else "")
         for cluster, device in zip(clusters, cost_model.devices, strict=True)
     )
     work = f", {(model.forward + model.backward) / model.microbatch_samples / 1e12:.3g} TFLOPs a sample"

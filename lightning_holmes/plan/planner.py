@@ -21,11 +21,13 @@ from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
-from lightning_holmes.plan.cost_model import Across, CostModel, Layout, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
+from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
+from lightning_holmes.plan.run_shape import Across, Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 
@@ -115,13 +117,19 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
             continue
         looked.append(_Looked(candidate.run, partition, _estimate(cost_model, candidate.run, partition)))
         looked.sort(key=lambda entry: entry.estimate_s)
-    if not looked:
-        raise _nothing_fits(cost_model, space, candidates, least)
-    made = [predict(cost_model, entry.run, entry.partition) for entry in looked[:wanted]]
-    fitting = [entry for entry in made if fits(entry)]
+    made: list[Prediction] = []
+    fitting: list[Prediction] = []
+    for entry in looked:
+        if len(fitting) == wanted:
+            break
+        made.append(predict(cost_model, entry.run, entry.partition))
+        if fits(made[-1]):
+            fitting.append(made[-1])
+    if not fitting:  # one that does not fit is never taken
+        raise _nothing_fits(cost_model, space, candidates, least, made)
     if len(fitting) < len(made):
         left_out["does not fit the memory"] += len(made) - len(fitting)
-    ranked = sorted(fitting or made, key=_rank)
+    ranked = sorted(fitting, key=_rank)
     fastest = ranked[0].step_s
     ranked.sort(key=lambda entry: (math.floor((entry.step_s / fastest - 1) / _NEARLY), *_plainness(entry.run)))
     best, others = ranked[0], _unlike(ranked[1:], space.runners_up)
@@ -329,58 +337,20 @@ def _nothing_to_try(cost_model: CostModel, space: SearchSpace, left_out: Counter
 
 
 def _nothing_fits(
-    cost_model: CostModel, space: SearchSpace, candidates: Sequence[_Candidate], least: NothingFitsError | None
+    cost_model: CostModel,
+    space: SearchSpace,
+    candidates: Sequence[_Candidate],
+    least: NothingFitsError | None,
+    made: Sequence[Prediction],
 ) -> ConfigurationError:
-    if least is None:
+    lacking = [excess_of(entry) for entry in made]
+    if least is not None:
+        lacking.append((least.excess_bytes, least.rank))
+    if not lacking:
         return ConfigurationError(
             f"no partition={space.partition!r} of the {cost_model.model.num_layers} layers goes with any of "
             f'{len(candidates)} plans; use partition="self_adapting"'
         )
-    cures = []
-    changes: list[tuple[str, bool, bool]] = [
-        ("activation recomputation", True, False),
-        ("a sharded optimizer", False, True),
-        ("activation recomputation and a sharded optimizer", True, True),
-    ]
-    for what, recomputation, sharded in changes:
-        known = (not recomputation or True in space.recomputation) and (
-            not sharded or cost_model.training.sharded_optimizer
-        )
-        if known:
-            continue
-        training = replace(cost_model.training, sharded_optimizer=cost_model.training.sharded_optimizer or sharded)
-        other = CostModel(cost_model.model, cost_model.network, devices=cost_model.devices, training=training)
-        allowed = (False, True) if recomputation else space.recomputation
-        if any(_can_fit(other, run) for run in _shapes(candidates, allowed)):
-            cures.append(what)
-            break
-    limit = max(max(cost_model.memory_limits(candidate.run.layout)) for candidate in candidates)
-    share = cost_model.training.memory_share
-    cures.append(f"devices with {(limit + least.excess_bytes) / share / _GIB:.1f} GiB each")
-    if max(space.tensor) == 1:
-        cures.append("tensor parallelism, if the module knows it (tensor sizes above 1 were not allowed)")
-    cures.append("more devices")
-    return ConfigurationError(
-        f"{cost_model.model.name} ({cost_model.model.parameter_bytes / _GIB:.1f} GiB of parameters) fits none of "
-        f"{len(candidates)} plans on {cost_model.num_devices} devices: {least.excess_bytes / _GIB:.2f} GiB a device are "
-        f"missing at the least. What would make it fit: {'; or '.join(cures)}"
-    )
-
-
-def _shapes(candidates: Sequence[_Candidate], recomputation: Sequence[bool]) -> list[RunShape]:
-    """The candidates' runs with these settings of recomputation, the smallest microbatches of each layout."""
-    smallest: dict[tuple[Layout, str, int], RunShape] = {}
-    for candidate in candidates:
-        run = candidate.run
-        key = run.layout, run.schedule, run.num_chunks
-        if key not in smallest or run.microbatch_samples < smallest[key].microbatch_samples:
-            smallest[key] = run
-    return [replace(run, recomputation=flag) for run in smallest.values() for flag in recomputation]
-
-
-def _can_fit(cost_model: CostModel, run: RunShape) -> bool:
-    try:
-        _deal(cost_model, run, "self_adapting")
-    except ConfigurationError:
-        return False
-    return True
+    excess, rank = min(lacking)
+    runs = [candidate.run for candidate in candidates]
+    return nothing_fits(cost_model, runs, excess_bytes=excess, rank=rank, recomputation=space.recomputation)

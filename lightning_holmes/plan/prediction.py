@@ -7,8 +7,9 @@ prediction.step_s, prediction.samples_per_s, prediction.memory_bytes
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_holmes.plan.cost_model import CostModel, RunShape
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.run_shape import RunShape
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.timeline import Timeline
 
@@ -20,8 +21,9 @@ class Prediction:
     Attributes:
         model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
         peak_flops_per_s: of all devices.
-        nic_bytes: by transport, what the busiest host's cards send in a step.
+        nic_bytes: by transport, what the busiest card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
+        sharded_optimizer: replicas share the optimizer's states.
         reason: why it was chosen, or what it lacks against the one that was.
     """
 
@@ -36,6 +38,7 @@ class Prediction:
     peak_flops_per_s: float
     nic_bytes: dict[str, float]
     memory_limits: tuple[float, ...]
+    sharded_optimizer: bool = False
     reason: str = ""
 
     @property
@@ -81,6 +84,7 @@ class Prediction:
             "num_microbatches": self.run.num_microbatches,
             "microbatch_samples": self.run.microbatch_samples,
             "recomputation": self.run.recomputation,
+            "sharded_optimizer": self.sharded_optimizer,
             "partition": list(self.partition.layer_counts),
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
@@ -117,6 +121,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         peak_flops_per_s=cost_model.peak_flops_per_s(),
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
+        sharded_optimizer=cost_model.is_sharded(run.layout),
     )
 
 

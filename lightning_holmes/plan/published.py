@@ -25,12 +25,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import make_self_adapting_partition
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.training import Training
 
 _GBIT = 1e9 / 8
 _MEMORY_BYTES_PER_S = 2.039e12  # NVIDIA A100 80 GB data sheet, SXM

@@ -82,6 +82,16 @@ class Network:
             self._known[key] = self._inside(*key) if same else self._across(*key)
         return self._known[key]
 
+    def busiest_share(self, host: int, kind: str) -> float:
+        """The share of what a host sends by a transport that the busiest of its cards carries: RDMA cards of one kind share
+        it in proportion to their rates, by sockets and on Ethernet one card has all."""
+        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
+        if kind == "ethernet" or self.sockets or len(cards) < 2:
+            return 1.0
+        rates = [nic.bandwidth_bytes_per_s for nic in cards]
+        known = [rate for rate in rates if rate is not None]
+        return max(known) / sum(known) if len(known) == len(rates) else 1 / len(cards)
+
     def group(self, hosts: Sequence[int]) -> Channel:
         """What a collective over these hosts (each once) runs at: one transport for all, its slowest pair."""
         distinct = sorted(set(hosts))

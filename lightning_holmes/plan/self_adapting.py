@@ -40,7 +40,7 @@ _CLOSE = 1.0 + 1e-9  # prefix sums round; a load within it counts as equal
 class NothingFitsError(ConfigurationError):
     """No partition keeps within the memory limits. excess_bytes: by how much the best of them passes one."""
 
-    def __init__(self, message: str, *, excess_bytes: float, rank: int) -> None:
+    def __init__(self, message: str, *, excess_bytes: float = 0.0, rank: int = 0) -> None:  # defaults: it is pickled
         super().__init__(message)
         self.excess_bytes = excess_bytes
         self.rank = rank

@@ -1,12 +1,13 @@
 """Predictions held against runs: errors, order, and a folder that later runs add to."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_holmes.commands import bench
+from lightning_holmes.commands import bench, bench_predict
 from lightning_holmes.commands.bench_predict import compare_partitions
-from lightning_holmes.commands.benchmark.prediction import PARTITION_BED, PREDICTION_BEDS
+from lightning_holmes.commands.benchmark.prediction import PARTITION_BED, PREDICTION_BEDS, PredictionBed
 from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
 from lightning_holmes.errors import ConfigurationError
 
@@ -21,6 +22,78 @@ def test_errors_and_the_order_of_plans() -> None:
     assert report.median_error == pytest.approx((0.1 + 1 / 6) / 2) and report.worst_error == pytest.approx(0.25)
     # a was 20 % faster than b and predicted slower; b and c are too near each other; d is another model
     assert [(one.name, other.name) for one, other in report.misordered()] == [("a", "b")]
+
+
+def test_every_aim_that_is_missed_is_one_line() -> None:
+    good = PredictionReport()
+    good.add([run("a", 1.07, 1.0), run("b", 2.0, 2.0), run("c", 3.59, 3.0)])
+    assert good.missed() == []
+    bad = PredictionReport()
+    bad.add([run("a", 1.3, 1.0), run("b", 1.1, 1.2)])
+    median, worst, order = bad.missed()
+    assert median == "median error 19.2%, wanted at most 8%" and worst == "worst error 30.0%, wanted at most 20%"
+    assert order == "plans predicted in the wrong order: a was faster than b"
+
+
+def result(name: str, layers: tuple[int, int], measured: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "layers": layers,
+        "measured_s": measured,
+        "predicted_s": measured,
+        "timeline": {},
+        "notes": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("factor", "code", "lines"),
+    [
+        (1.0, None, []),
+        (1.5, 1, ["wanted at most 8%", "wanted at most 20%"]),
+    ],
+)
+def test_the_command_fails_where_predictions_miss_an_aim(
+    factor: float,
+    code: int | None,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def made_up(bed: PredictionBed, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        return [{**result(c.name, (4, 4), 1.0), "predicted_s": factor} for c in bed.cases]
+
+    monkeypatch.setattr(bench_predict, "run_bed", made_up)
+    arguments = ["--predict", "--beds", "unequal", "--output", str(tmp_path)]
+    if code is None:
+        bench.main(arguments)
+    else:
+        with pytest.raises(SystemExit, match=str(code)):
+            bench.main(arguments)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("aim missed: ")]
+    assert len(told) == len(lines) and all(words in line for words, line in zip(lines, told, strict=True))
+
+
+@pytest.mark.parametrize(("uniform", "best", "missed"), [(1.3, 1.0, 0), (1.2, 1.0, 1), (1.2, 0.9, 2)])
+def test_the_command_fails_where_the_chosen_partition_misses_an_aim(
+    uniform: float,
+    best: float,
+    missed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [result("uniform", (5, 5), uniform), result("self_adapting", (7, 3), 1.0), result("8, 2", (8, 2), best)]
+    monkeypatch.setattr(bench_predict, "run_bed", lambda *args, **kwargs: runs)
+    arguments = ["--partitions", "--output", str(tmp_path)]
+    if missed == 0:
+        bench.main(arguments)
+    else:
+        with pytest.raises(SystemExit, match="1"):
+            bench.main(arguments)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("aim missed: self_adapting")]
+    assert len(told) == missed
 
 
 def test_a_folder_keeps_what_stands_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
-from lightning_holmes.plan.cost_model import CostModel, Layout, Training
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
@@ -18,6 +19,9 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import Training
 
 LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e6, held_bytes=2e6)
 LAYOUT = Layout(pipeline=2, grid=((0,), (1,)))
@@ -156,16 +160,44 @@ def test_what_is_said_stays() -> None:
     assert (choice.schedule, choice.num_chunks) == ("interleaved_1f1b", 2)
 
 
-def test_cuts_that_lose_a_value_are_avoided_and_memory_only_warns() -> None:
+def test_cuts_that_lose_a_value_are_avoided() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     forbidden = (4, 5, 6)
     choice = choose_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT, batch_size=16)
     assert choice.partition.layer_counts in ((4, 8), (8, 4))
     with pytest.raises(ConfigurationError, match="avoids the cuts"):
         choose_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT, batch_size=16)
-    tight = choose_by_costs(options, costs(memory=1e6), LAYOUT, batch_size=16)
-    assert tight.partition == make_uniform_partition(12, 2)
-    assert any(note.startswith("memory: ") and "GiB" in note for note in tight.notes)
+
+
+def test_a_plan_that_does_not_fit_is_not_taken() -> None:
+    """A layer has 4 MB of parameters, gradients and states, and 2 MB for each sample of a microbatch in flight."""
+    small = LAYER.parameter_bytes * 4 * 6 / 0.92  # not even the parameters of six layers
+    for rule in ("self_adapting", "proportional", "uniform"):
+        options = dataclasses.replace(LEFT_OPEN, partition=rule)
+        with pytest.raises(NothingFitsError) as caught:
+            choose_by_costs(options, costs(memory=small), LAYOUT, batch_size=16)
+        for words in ("GiB a device are missing at the least", "What would make it fit: ", "devices with", "AdamW"):
+            assert words in str(caught.value)
+        sent = pickle.loads(pickle.dumps(caught.value))  # to the other ranks
+        assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
+        assert caught.value.excess_bytes > 0
+    by_hand = choose_by_costs(
+        dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT, batch_size=16
+    )
+    assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
+
+
+def test_of_candidates_those_that_fit_are_taken() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, partition="uniform")
+    # gpipe holds all microbatches, 1f1b two of them
+    wide = choose_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT, batch_size=16)
+    assert wide.prediction is not None
+    limit = max(wide.prediction.memory_bytes) / 0.92
+    fits_only_1f1b = costs(memory=limit * 0.9)
+    with pytest.raises(NothingFitsError):
+        choose_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT, batch_size=16)
+    chosen = choose_by_costs(options, fits_only_1f1b, LAYOUT, batch_size=16)
+    assert chosen.prediction is not None and max(chosen.prediction.memory_bytes) <= limit * 0.9 * 0.92
 
 
 def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:

@@ -6,14 +6,15 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.cost_model import CostModel, Layout, RunShape, Training, stage_in_flight
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.route import Network
-from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import simulate
+from lightning_holmes.plan.training import Training
 
 TWO = """
 clusters:
@@ -168,15 +169,24 @@ def test_bytes_of_cards() -> None:
     assert sent == {"infiniband": 5e9, "roce": 5e9, "ethernet": 8e7}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b"])
-def test_in_flight_is_the_schedules_own(name: str) -> None:
-    for ranks, microbatches, chunks in [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)]:
-        if "interleaved" not in name:
-            chunks = 1
-        made = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=microbatches, num_chunks=chunks)
-        stages = stage_in_flight(name, ranks, microbatches, chunks)
-        held = [sum(stages[rank::ranks]) for rank in range(ranks)]
-        assert tuple(held) == max_in_flight(made)
+def test_bytes_are_those_of_a_card() -> None:
+    """The same, with two InfiniBand cards, three RoCE cards of which one is faster, and two of Ethernet, of which one is used."""
+    text = TWO.replace(
+        "{name: ib, kind: infiniband, bandwidth: 8e9}",
+        ", ".join(f"{{name: ib{i}, kind: infiniband, bandwidth: 4e9}}" for i in range(2)),
+    )
+    text = text.replace(
+        "{name: roce, kind: roce, bandwidth: 4e9}",
+        ", ".join(f"{{name: ro{i}, kind: roce, bandwidth: {rate}}}" for i, rate in enumerate(("1e9", "1e9", "2e9"))),
+    )
+    text = text.replace(
+        "{name: eth, kind: ethernet, bandwidth: 1e9}",
+        "{name: eth, kind: ethernet, bandwidth: 1e9}, {name: eth1, kind: ethernet, bandwidth: 1e9}",
+    )
+    sent = cost_model(text).nic_bytes(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
+    assert sent == {"infiniband": 5e9 / 2, "roce": 5e9 / 2, "ethernet": 8e7}, (
+        "the fastest RoCE card has half of the rate"
+    )
 
 
 @pytest.mark.parametrize(

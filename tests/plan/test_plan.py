@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.made_for import ClusterFacts, MadeFor
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import GroupPlan, Plan
@@ -40,6 +41,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert "!!" not in PLAN.to_yaml()
     bare = dataclasses.replace(PLAN, groups=(), notes=())
     assert Plan.from_yaml_text(bare.to_yaml()) == bare
+
+
+def test_what_it_was_made_for_and_older_files_that_do_not_say(tmp_path: Path) -> None:
+    clusters = (ClusterFacts(name="berlin", hosts=2, cards=("ethernet", "roce")), ClusterFacts(name="paris", hosts=1))
+    made = dataclasses.replace(PLAN, made_for=MadeFor(module="GPT", num_parameters=12, clusters=clusters))
+    assert Plan.from_yaml_text(made.to_yaml()) == made
+    assert "made_for" not in PLAN.to_yaml() and Plan.from_yaml_text(PLAN.to_yaml()).made_for is None
+    part = Plan.from_yaml_text(PLAN.to_yaml() + "made_for: {module: GPT}\n").made_for
+    assert part == MadeFor(module="GPT")
+    with pytest.raises(ConfigurationError, match=r"p\.yaml.*made_for\.num_parameters"):
+        Plan.from_yaml_text(PLAN.to_yaml() + "made_for: {num_parameters: many}\n", source="p.yaml")
 
 
 def test_round_trip_with_chunks() -> None:

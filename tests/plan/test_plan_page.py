@@ -10,7 +10,7 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.cost_model import CostModel, Training
+from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan_page import plan_page, save_plan_page
@@ -21,6 +21,7 @@ from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot, timeline_svg
+from lightning_holmes.plan.training import Training
 
 TOPOLOGY = """
 clusters:

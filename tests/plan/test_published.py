@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published, predict_row
 
 FIT = fit_efficiencies()
@@ -17,6 +18,14 @@ def test_only_infiniband_rows_of_one_source_are_fitted() -> None:
     assert len(fitted) == 2 and all(row.kind == "infiniband" for row in fitted)
     changed = [row if row.fitted else dataclasses.replace(row, tflops=1.0) for row in PUBLISHED_ROWS]
     assert fit_efficiencies(changed) == FIT
+
+
+def test_the_a100_has_the_fitted_constant_and_other_types_say_that_theirs_is_assumed() -> None:
+    for name in ("A100-40GB", "A100-80GB"):
+        assert DEVICE_TYPES[name].efficiency == round(FIT.compute, 3)
+        assert "fitted" in DEVICE_TYPES[name].efficiency_source and "2312.03549" in DEVICE_TYPES[name].efficiency_source
+    others = [entry for name, entry in DEVICE_TYPES.items() if name not in ("A100-40GB", "A100-80GB")]
+    assert all((entry.efficiency, entry.efficiency_source) == (0.5, "assumed") for entry in others)
 
 
 def test_the_documented_errors_are_the_models() -> None:

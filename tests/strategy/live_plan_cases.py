@@ -1,5 +1,6 @@
 """Runs whose plan is chosen from costs, on every rank."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
-from lightning_holmes import HolmesStrategy
+from lightning_holmes import HolmesStrategy, live_costs, live_plan
 
 
 class Wide(nn.Module):
@@ -74,3 +75,39 @@ def refused(payload: Any) -> list[str]:
         else:
             messages.append("")
     return messages
+
+
+def crowded(payload: Any) -> list[str]:
+    """What comes of each set of arguments on devices of so little memory that no plan fits: a message, or a note."""
+    probe = live_costs.probe_device
+    live_costs.probe_device = lambda *args, **kwargs: dataclasses.replace(probe(*args, **kwargs), memory_bytes=2000.0)
+    found = []
+    for holmes in payload["holmes"]:
+        setting = Setting(folder=Path(payload["folder"]), holmes=holmes)
+        trainer = setting.trainer(max_epochs=1)
+        try:
+            trainer.fit(build(Classifier), setting.loader(samples(32), 16))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            strategy: Any = trainer.strategy
+            found.append(next(note for note in strategy.plan.notes if note.startswith("memory: ")))
+    return found
+
+
+def settings(payload: Any) -> list[dict[str, Any] | None]:
+    """For each set of arguments, what a run takes a step to be made of (Training); on rank 0, which predicts."""
+    seen: list[dict[str, Any]] = []
+    make = live_plan.make_training
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        seen.append(dataclasses.asdict(made))
+        return made
+
+    live_plan.make_training = noting  # type: ignore[assignment]
+    for case in payload["cases"]:
+        setting = Setting(folder=Path(payload["folder"]), holmes=case["holmes"])
+        trainer = setting.trainer(max_steps=1, precision=case["precision"])
+        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
+    return list(seen)

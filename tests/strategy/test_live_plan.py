@@ -1,5 +1,6 @@
 """Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from launch import launch
 from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
+from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
 from lightning_holmes.live_costs import alike_layers, alike_speeds
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan import Plan
@@ -78,12 +80,82 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
     other_topology.write_text(
         first["plan"].replace("clusters:\n- cluster0\n- cluster0\n", "clusters:\n- east\n- west\n")
     )
+    others = {
+        "class": ("module: Classifier", "module: Regressor", "made for the module Regressor, this one is Classifier"),
+        "size": ("num_parameters: ", "num_parameters: 9", "parameters, this one has "),
+        "hosts": ("hosts: 1", "hosts: 2", "its cluster cluster0 has 2 hosts, here that has 1"),
+    }
+    for name, (old, new, _) in others.items():
+        assert first["plan"].count(old) == 1, first["plan"]
+        (tmp_path / f"{name}.yaml").write_text(first["plan"].replace(old, new))
     assert Plan.load(other_model).partition.num_layers == 7 and Plan.load(other_topology).clusters == ("east", "west")
-    payload = {"folder": str(tmp_path), "plans": [str(p) for p in (good, other_model, other_topology)]}
+    paths = [good, other_model, other_topology, *(tmp_path / f"{name}.yaml" for name in others)]
+    payload = {"folder": str(tmp_path), "plans": [str(path) for path in paths]}
     for messages in launch(2, "live_plan_cases:refused", payload, timeout_s=120):
         assert messages[0] == ""
         assert "ConfigurationError" in messages[1] and "deals 7 layers, this model has 4" in messages[1]
         assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
+        for message, (_, _, words) in zip(messages[3:], others.values(), strict=True):
+            assert words in message, message
+
+
+def test_a_plan_that_the_command_writes_is_followed(tmp_path: Path) -> None:
+    batch = next(iter(Setting(folder=tmp_path).loader(samples(32), 16)))
+    request = PlanRequest(profile="measure", output=str(tmp_path / "plan.yaml"))
+    asked: dict[str, Any] = {"pipeline_parallel_size": 2, "partition": [3, 1], "num_microbatches": 4}
+    result = run_plan(
+        request,
+        build_model=lambda: build(Classifier),
+        load_batch=lambda module: batch,
+        strategy={"class_path": "lightning_holmes.HolmesStrategy", "init_args": asked},
+        trainer={"devices": "2"},
+    )
+    path = str(tmp_path / "plan.yaml")
+    payload = {"folder": str(tmp_path), "module": "classifier", "holmes": {"plan": path}}
+    for found in launch(2, "live_plan_cases:chosen", payload, timeout_s=120):
+        assert found["layers"] == result.best.partition.layer_counts == (3, 1)
+        assert found["schedule"] == (result.best.run.schedule, 1, 4)
+        assert found["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+def test_a_run_whose_plans_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    asked = [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "partition": [2, 2]}]
+    for refused, by_hand in launch(
+        2, "live_plan_cases:crowded", {"folder": str(tmp_path), "holmes": asked}, timeout_s=120
+    ):
+        assert "Classifier" in refused and "GiB a device are missing at the least" in refused
+        assert "What would make it fit: " in refused and "partition=[...]" in refused
+        assert "GiB a device are missing" in by_hand
+
+
+def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path) -> None:
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"sharded_optimizer": True, "grad_dtype": "bf16", "compression": "fp16", "activation_dtype": "bf16"},
+        {"sharded_optimizer": False, "compression": "powersgd", "powersgd_rank": 1, "grad_dtype": None},
+        {"master_weights": True},
+    ]
+    layout = {"pipeline_parallel_size": 2, "profile": "measure"}
+    cases = [
+        {"holmes": {**layout, **given}, "precision": "bf16-true" if "master_weights" in given else "32-true"}
+        for given in arguments
+    ]
+    first, _ = launch(2, "live_plan_cases:settings", {"folder": str(tmp_path), "cases": cases}, timeout_s=120)
+    assert len(first) == len(cases)
+    for case, lives in zip(cases, first, strict=True):
+        given = strategy_settings({"class_path": "HolmesStrategy", "init_args": case["holmes"]})
+        batch = next(iter(Setting(folder=tmp_path).loader(samples(32), 16)))
+        planned = make_cost_model(
+            PlanRequest(profile="measure"),
+            given,
+            build_model=lambda: build(Classifier),
+            load_batch=lambda module: batch,  # noqa: B023 - called at once
+            trainer={"devices": "2", "precision": case["precision"]},
+        ).training
+        commands = dataclasses.asdict(planned)
+        for measured in ("update_s_per_byte", "own_s"):
+            assert commands.pop(measured) > 0 and lives.pop(measured) > 0
+        assert commands == lives, case
 
 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:

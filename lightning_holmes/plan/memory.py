@@ -1,0 +1,81 @@
+"""RankMemory: the bytes that a rank holds for each part of a model, and for how many microbatches at a time.
+
+    memory = RankMemory(training=training, tensor=2, shards=8)
+    memory.static_bytes(layer)              # parameters, gradients, optimizer states
+    memory.place_bytes(layer, in_flight=4)  # and the activations of four microbatches
+
+Parameters, gradients and optimizer states of a rank's stages; held activations of the microbatches in flight; what one
+layer holds while it is recomputed. Tensor parallelism divides all of it, sharding the states. Not modelled:
+fragmentation, the workspace of libraries, copies of gradients in another type that a step makes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_holmes.plan.compute_order import INTERLEAVED, microbatch_groups
+from lightning_holmes.plan.layer_cost import LayerCost
+from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """How a rank holds what it holds.
+
+    Attributes:
+        tensor: the tensor-parallel size.
+        shards: parts into which the optimizer's states are divided.
+        recomputation: layers run again in their backward.
+    """
+
+    training: Training
+    tensor: int = 1
+    shards: int = 1
+    recomputation: bool = False
+
+    def static_bytes(self, place: LayerCost) -> float:
+        """What a layer, or what runs before or after the layers, holds all the time."""
+        trained = place.trained_bytes * (self.training.gradient_ratio + self.training.state_ratio / self.shards)
+        return (place.parameter_bytes + trained) / self.tensor
+
+    def held_bytes(self, place: LayerCost) -> float:
+        """What it keeps of one microbatch from forward to backward; of the costs with recomputation where there is some."""
+        return place.held_bytes / self.tensor
+
+    def place_bytes(self, place: LayerCost, in_flight: float) -> float:
+        """Both, with so many microbatches in flight."""
+        return self.static_bytes(place) + in_flight * self.held_bytes(place)
+
+    def transient_bytes(self, layer: LayerCost) -> float:
+        """What a layer holds beside that while it is recomputed; of the costs without recomputation."""
+        return self.held_bytes(layer) if self.recomputation else 0.0
+
+
+@lru_cache(maxsize=4096)
+def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
+    """For each stage, the microbatches it holds when its rank holds the most."""
+    if schedule == "gpipe":
+        return (num_microbatches,) * (ranks * num_chunks)
+    if schedule == "1f1b":
+        return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
+    if schedule == "eager_1f1b":
+        return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
+    if schedule in INTERLEAVED and num_microbatches % ranks == 0:
+        # the warm-up and one more: groups of microbatches, each through one chunk after another
+        groups = microbatch_groups(schedule, num_microbatches, ranks)
+        stages = [0] * (ranks * num_chunks)
+        for rank in range(ranks):
+            left = 2 * (ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + 1
+            for group, chunk in itertools.product(groups, range(num_chunks)):
+                stages[chunk * ranks + rank] += min(max(left, 0), len(group))
+                left -= len(group)
+        return tuple(stages)
+    made = make_schedule(
+        schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
+    most = max_in_flight(made)
+    return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))

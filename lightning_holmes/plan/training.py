@@ -1,0 +1,148 @@
+"""Training: what a step is made of beside the model: its batch, and what becomes of gradients and optimizer states.
+
+make_training makes it of the strategy's arguments. `lightning-holmes plan` and a run that begins both call it, so that the
+same configuration is predicted alike.
+
+    training = make_training(TrainingOptions(compression="bf16"), model, shapes=shapes, batch_samples=512, device="cuda")
+    training.gradient_ratio_across       # 0.5 for fp32 parameters
+
+Taken for granted: the optimizer keeps two numbers for each parameter (AdamW) and can be divided among replicas; no hook
+of the user reads gradients, so that replicas receive sums of their share only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_number
+
+_MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # of a rank's own time to start a transfer
+_STATES = 2.0  # numbers that AdamW keeps for each parameter
+_FP32, _HALF = 4.0, 2.0  # bytes
+_WORTH = 2
+
+
+def thin_columns(rows: int, columns: int, rank: int) -> int:
+    """Columns of the two thin matrices as which PowerSGD sends a matrix; 0 where it is sent as it is.
+
+    They must have at most one 2nd of its elements (torch's ``min_compression_rate``).
+    """
+    thin = min(rank, rows, columns)
+    return thin if _WORTH * thin * (rows + columns) <= rows * columns else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """HolmesStrategy's arguments of the same names, checked there."""
+
+    sharded_optimizer: bool | Literal["auto"] = "auto"
+    master_weights: bool = False
+    grad_dtype: str | None = "fp32"
+    compression: str | None = None
+    powersgd_rank: int = 2
+    activation_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step is made of beside the model.
+
+    Attributes:
+        batch_samples: samples of a step, over all replicas.
+        gradient_ratio: bytes of the gradient buffer for each byte of trained parameters (2 for bf16 weights with
+            fp32 gradients).
+        gradient_ratio_across: bytes that are sent of it where replicas lie in several clusters, if compressed.
+        activation_ratio_across: share of an activation's bytes that is sent from one cluster to another.
+        state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in the weights' type; 6 for
+            bf16 weights with fp32 master weights and AdamW).
+        sharded_optimizer: states, and the update, are divided over replicas; "auto": where a run would do so
+            (sharding_choice.py).
+        overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
+            optimizer's parameters beside the next forward.
+        update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
+        message_s: seconds of a rank's own time that starting a transfer takes.
+        own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
+        blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
+        memory_share: share of a device's memory that a plan may use.
+    """
+
+    batch_samples: int
+    gradient_ratio: float = 1.0
+    gradient_ratio_across: float | None = None
+    activation_ratio_across: float = 1.0
+    state_ratio: float = 2.0
+    sharded_optimizer: bool | Literal["auto"] = False
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
+    update_s_per_byte: float = 0.0
+    message_s: float = 0.0
+    own_s: float = 0.0
+    blocking_sends: bool = False
+    memory_share: float = 0.92
+
+    def __post_init__(self) -> None:
+        check_count(self.batch_samples, "batch_samples")
+        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s", "own_s"):
+            check_number(getattr(self, name), name)
+        if self.gradient_ratio_across is not None:
+            check_number(self.gradient_ratio_across, "gradient_ratio_across")
+        check_number(self.activation_ratio_across, "activation_ratio_across")
+        if check_number(self.memory_share, "memory_share", positive=True) > 1:
+            raise ConfigurationError(f"memory_share={self.memory_share!r} is not allowed; write at most 1")
+
+
+def make_training(
+    options: TrainingOptions,
+    model: ModelCost,
+    *,
+    shapes: Sequence[Sequence[int]],
+    batch_samples: int,
+    device: str,
+    update_s_per_byte: float = 0.0,
+    own_s: float = 0.0,
+) -> Training:
+    """What these arguments of the strategy make of a step.
+
+    Args:
+        shapes: of the parameters that are trained.
+        batch_samples: of a step, over all replicas.
+        device: "cpu" or "cuda".
+        update_s_per_byte: as it was measured, for fp32 parameters.
+        own_s: as in Training.
+    """
+    weight = model.parameter_itemsize
+    wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
+    gradient = weight if weight > _FP32 else wanted  # double precision stays
+    master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
+    return Training(
+        batch_samples=batch_samples,
+        gradient_ratio=gradient / weight,
+        gradient_ratio_across=_sent_bytes(options, shapes, gradient) / weight if options.compression else None,
+        activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
+        state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
+        sharded_optimizer=True if master else options.sharded_optimizer,
+        overlap_reduce=True,
+        overlap_gather=True,
+        update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
+        message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
+        own_s=own_s,
+    )
+
+
+def _sent_bytes(options: TrainingOptions, shapes: Sequence[Sequence[int]], gradient: float) -> float:
+    """Bytes that compression sends for an element of a gradient of so many, over all parameters alike."""
+    if options.compression != "powersgd":
+        return min(_HALF, gradient)
+    elements = sent = 0
+    for shape in shapes:
+        rows, number = (shape[0] if shape else 1), 1
+        for size in shape:
+            number *= size
+        columns = number // max(1, rows)
+        thin = thin_columns(rows, columns, options.powersgd_rank) if len(shape) > 1 else 0
+        elements += number
+        sent += thin * (rows + columns) or number
+    return _FP32 * sent / max(1, elements)

@@ -1,0 +1,31 @@
+"""What a rank holds, by hand; in whole runs it is held against the simulation in test_cost_model.py."""
+
+import pytest
+
+from lightning_holmes.plan.layer_cost import LayerCost
+from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.training import Training
+
+LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=100.0, gradient_bytes=40.0, held_bytes=30.0)
+
+
+def test_by_hand() -> None:
+    training = Training(batch_samples=8, gradient_ratio=2.0, state_ratio=6.0)
+    whole = RankMemory(training=training)
+    assert whole.static_bytes(LAYER) == 100 + 40 * (2 + 6), "what is frozen has no gradients"
+    assert whole.place_bytes(LAYER, 4) == 420 + 4 * 30 and whole.transient_bytes(LAYER) == 0
+    shared = RankMemory(training=training, tensor=2, shards=3, recomputation=True)
+    assert shared.static_bytes(LAYER) == (100 + 40 * (2 + 2)) / 2
+    assert shared.place_bytes(LAYER, 4) == 130 + 4 * 15 and shared.transient_bytes(LAYER) == 15
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b"])
+def test_in_flight_is_the_schedules_own(name: str) -> None:
+    for ranks, microbatches, chunks in [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)]:
+        if "interleaved" not in name:
+            chunks = 1
+        made = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=microbatches, num_chunks=chunks)
+        stages = stage_in_flight(name, ranks, microbatches, chunks)
+        held = [sum(stages[rank::ranks]) for rank in range(ranks)]
+        assert tuple(held) == max_in_flight(made)

@@ -1,0 +1,124 @@
+"""What the strategy's arguments make of a step: each changes bytes, memory and seconds as it does in a run."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import find_device_type
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import make_uniform_partition
+from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+
+TWO = """
+clusters:
+  - name: east
+    hosts: [{name: e, count: 2, devices: 1, nics: [{name: ib, kind: infiniband, bandwidth: 8e9}]}]
+  - name: west
+    hosts: [{name: w, count: 2, devices: 1, nics: [{name: ro, kind: roce, bandwidth: 8e9}]}]
+links:
+  - {ends: [east, west], transport: ethernet, bandwidth: 1e9, latency: 1 ms}
+"""
+LAYER = LayerCost(forward=1e11, backward=2e11, parameter_bytes=1e9, activation_bytes=1e8, held_bytes=1e8)
+MODEL = ModelCost(unit="flops", microbatch_samples=1, layers=(LAYER,) * 4)
+HALF = dataclasses.replace(MODEL, parameter_itemsize=2.0, activation_itemsize=2.0)
+PIPELINE, CROSSING = Layout(pipeline=2, data=2), Layout(pipeline=2, data=2, across="data")
+SHAPES = ((1000, 1000), (1000,))
+
+
+def training(model: ModelCost = MODEL, **options: Any) -> Training:
+    given = TrainingOptions(**{"sharded_optimizer": False, **options})
+    return make_training(given, model, shapes=SHAPES, batch_samples=8, device="cuda")
+
+
+def costs(model: ModelCost = MODEL, *, memory: float = 1e12, **options: Any) -> CostModel:
+    device = find_device_type(f"speed=1e12,memory={memory}")
+    network = Network(Topology.from_yaml_text(TWO), local_bytes_per_s=1e11)
+    return CostModel(model, network, devices=(device,) * 2, training=training(model, **options))
+
+
+def made(layout: Layout, model: ModelCost = MODEL, **options: Any) -> Prediction:
+    run = RunShape(layout=layout, schedule="1f1b", num_microbatches=4, microbatch_samples=1)
+    return predict(costs(model, **options), run, make_uniform_partition(4, 2))
+
+
+def test_reductions_overlap_as_in_a_run() -> None:
+    assert training().overlap_reduce and training().overlap_gather
+
+
+def test_a_sharded_optimizer_divides_the_states_and_sends_parameters() -> None:
+    whole, shared = made(PIPELINE), made(PIPELINE, sharded_optimizer=True)
+    # 2 GB of parameters a rank, as much of gradients, twice as much of states
+    assert max(whole.memory_bytes) - max(shared.memory_bytes) == pytest.approx(2e9)
+    assert shared.costs.reduce_s[0] == pytest.approx(whole.costs.reduce_s[0] / 2) and sum(shared.costs.gather_s) > 0
+    assert not whole.sharded_optimizer and shared.sharded_optimizer
+    assert shared.nic_bytes == whole.nic_bytes, "fp32: half of the sums, and as many bytes of parameters"
+    bf16, shared = made(PIPELINE, HALF), made(PIPELINE, HALF, sharded_optimizer=True)
+    assert shared.nic_bytes["roce"] == pytest.approx(bf16.nic_bytes["roce"] * (1 + 0.5) / 2)
+
+
+def test_auto_is_what_a_run_would_choose() -> None:
+    assert costs(sharded_optimizer="auto").is_sharded(PIPELINE), "it is not slower"
+    assert not costs(sharded_optimizer="auto").is_sharded(Layout(pipeline=4)), "there is one replica"
+    small = dataclasses.replace(
+        MODEL, layers=(dataclasses.replace(LAYER, parameter_bytes=1e6, gradient_bytes=1e6),) * 4
+    )
+    assert not costs(small, sharded_optimizer="auto").is_sharded(PIPELINE), "below 64 MiB of states"
+    slower = {"sharded_optimizer": "auto", "grad_dtype": "bf16"}  # sums of 2 bytes, parameters of 4
+    assert not costs(**slower).is_sharded(PIPELINE)
+    assert costs(**slower, memory=6.5e9).is_sharded(PIPELINE), "4 GB of states beside 3 GB do not fit"
+
+
+def test_master_weights_are_fp32_and_always_in_shares() -> None:
+    plain, master = made(PIPELINE, HALF), made(PIPELINE, HALF, master_weights=True, sharded_optimizer="auto")
+    # bf16 weights: gradients of 4 bytes, states of 2 x 2; or fp32 weights and states, 12 bytes over two replicas
+    assert max(plain.costs.static_bytes) == pytest.approx(2e9 * (1 + 2 + 2))
+    assert max(master.costs.static_bytes) == pytest.approx(2e9 * (1 + 2 + 6 / 2))
+    assert training(MODEL, master_weights=True, sharded_optimizer="auto") == training(sharded_optimizer="auto")
+
+
+def test_gradients_of_fewer_bits_take_less_memory_and_time() -> None:
+    fp32, bf16 = made(PIPELINE), made(PIPELINE, grad_dtype="bf16")
+    assert bf16.nic_bytes["infiniband"] == fp32.nic_bytes["infiniband"] / 2
+    assert max(fp32.memory_bytes) - max(bf16.memory_bytes) == pytest.approx(1e9)
+    assert bf16.costs.reduce_s[0] < fp32.costs.reduce_s[0] and bf16.step_s < fp32.step_s
+    assert training(HALF).gradient_ratio == 2.0 and training(HALF, grad_dtype=None).gradient_ratio == 1.0
+    double = dataclasses.replace(MODEL, parameter_itemsize=8.0)
+    assert training(double, grad_dtype="bf16").gradient_ratio == 1.0, "double precision stays"
+
+
+@pytest.mark.parametrize(("name", "share"), [("bf16", 0.5), ("fp16", 0.5), ("powersgd", (2 * 2000 + 1000) / 1001000)])
+def test_compression_is_for_what_crosses_clusters(name: str, share: float) -> None:
+    plain, fewer = made(CROSSING), made(CROSSING, compression=name)
+    assert fewer.nic_bytes["ethernet"] == pytest.approx(plain.nic_bytes["ethernet"] * share, rel=1e-6)
+    assert fewer.costs.reduce_s[0] < plain.costs.reduce_s[0] and fewer.step_s < plain.step_s
+    assert fewer.memory_bytes == plain.memory_bytes
+    inside = made(PIPELINE, compression=name)
+    assert inside.step_s == made(PIPELINE).step_s and inside.nic_bytes == made(PIPELINE).nic_bytes
+    summed_whole = made(CROSSING, compression=name, sharded_optimizer=True)
+    assert summed_whole.costs.reduce_s == fewer.costs.reduce_s
+
+
+def test_small_matrices_are_not_worth_powersgd() -> None:
+    given = TrainingOptions(compression="powersgd", powersgd_rank=4)
+    small = make_training(given, MODEL, shapes=((8, 8), (64,)), batch_samples=8, device="cpu")
+    assert small.gradient_ratio_across == 1.0
+
+
+def test_activations_of_fewer_bits_cross_clusters_in_half_the_time() -> None:
+    plain, fewer = made(PIPELINE), made(PIPELINE, activation_dtype="bf16")
+    assert fewer.nic_bytes["ethernet"] == plain.nic_bytes["ethernet"] / 2
+    assert fewer.nic_bytes["infiniband"] == plain.nic_bytes["infiniband"] and fewer.step_s < plain.step_s
+    inside = made(CROSSING, activation_dtype="bf16")
+    assert inside.step_s == made(CROSSING).step_s, "stages lie in one cluster"
+    assert made(PIPELINE, HALF, activation_dtype="bf16").nic_bytes == made(PIPELINE, HALF).nic_bytes, "they are bf16"
+
+
+def test_tied_weights_do_not_go_as_activations() -> None:
+    tied = dataclasses.replace(MODEL, shared_bytes=1e9)
+    assert made(PIPELINE, tied, activation_dtype="bf16").costs.reduce_s == made(PIPELINE, tied).costs.reduce_s
