@@ -28,7 +28,7 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.choice import Choice
-from lightning_holmes.plan.choose import make_plan
+from lightning_holmes.plan.choose import Use, make_plan
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.layer_cost import ModelCost
@@ -397,7 +397,9 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
     layout = best.run.layout
     chooser = TransportChooser(topology)
 
-    def transports(ranks: Sequence[int]) -> tuple[str, str]:
+    def transports(ranks: Sequence[int], use: Use) -> tuple[str, str]:
+        if use != "tensors":
+            return "ethernet", "reaches every host"
         choice = chooser.choose(ranks)
         return choice.kind, choice.reason
 

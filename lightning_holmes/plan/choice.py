@@ -32,8 +32,8 @@ _COUNTED_GAIN = 0.08  # what more microbatches must save where FLOPs were counte
 _INTERLEAVING_GAIN = 0.05  # what interleaving must save: more messages and more work a stage than its costs know
 _CHUNKS_TRIED = (2, 3, 4)
 _WAY_OUT = (
-    "The optimizer was taken to keep two numbers for each trained parameter, as AdamW does; if yours keeps fewer, give the "
-    "layers of each stage by hand, partition=[...], which are not held against the memory"
+    "That holds even for an optimizer that keeps nothing beside the parameters. Layers of each stage that are given by hand, "
+    "partition=[...], are not held against the memory"
 )
 
 
@@ -114,8 +114,8 @@ def choose_by_costs(
         described: how the costs came about, for the notes.
 
     Raises:
-        NothingFitsError: no candidate fits the memory, by how much, and what would make it fit. Layer counts that are given
-            by hand are taken nevertheless, and noted.
+        NothingFitsError: no candidate fits the memory even if the optimizer keeps no states, by how much, and what would
+            make it fit. Where one fits only so, and for layer counts that are given by hand, that is noted.
         ConfigurationError: the options do not fit the module; no partition avoids the forbidden cuts.
     """
     num_layers = cost_model.model.num_layers
@@ -148,7 +148,23 @@ def choose_by_costs(
         excess, rank = min(lacking)
         reason = nothing_fits(cost_model, [run for run, _ in found], excess_bytes=excess, rank=rank)
         if isinstance(options.partition, str):
-            raise NothingFitsError(f"{reason}. {_WAY_OUT}", excess_bytes=excess, rank=rank)
+            bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
+            if bare == cost_model.training:
+                raise NothingFitsError(f"{reason}. {_WAY_OUT}", excess_bytes=excess, rank=rank)
+            # which optimizer it will be is not known yet
+            choice = choose_by_costs(
+                options,
+                cost_model.with_training(bare),
+                layout,
+                batch_size=batch_size,
+                not_interleaved=not_interleaved,
+                prefers_eager=prefers_eager,
+                described=described,
+            )
+            note = (
+                f"memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, {reason}"
+            )
+            return replace(choice, notes=(*choice.notes, note))
         notes.append(f"memory: by its estimate {reason}")
     found = fitting or found
     plain = min((p.step_s for run, p in found if run.num_chunks == 1), default=math.inf)

@@ -20,6 +20,7 @@ Not modelled: input pipelines, logging.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -125,6 +126,12 @@ class CostModel:
         if layout not in self._facts:
             self._facts[layout] = self._make_facts(layout)
         return self._facts[layout]
+
+    def with_training(self, training: Training) -> CostModel:
+        """The same, but for what a step is made of beside the model, the share of memory excepted."""
+        other = copy.copy(self)
+        other.training, other._sharded = training, {}
+        return other
 
     def speeds(self, layout: Layout) -> tuple[float, ...]:
         """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""

@@ -58,6 +58,7 @@ class Training:
         activation_ratio_across: share of an activation's bytes that is sent from one cluster to another.
         state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in the weights' type; 6 for
             bf16 weights with fp32 master weights and AdamW).
+        least_state_ratio: the same for an optimizer that keeps nothing: 0, or what fp32 master weights take.
         sharded_optimizer: states, and the update, are divided over replicas; "auto": where a run would do so
             (sharding_choice.py).
         overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
@@ -74,6 +75,7 @@ class Training:
     gradient_ratio_across: float | None = None
     activation_ratio_across: float = 1.0
     state_ratio: float = 2.0
+    least_state_ratio: float = 0.0
     sharded_optimizer: bool | Literal["auto"] = False
     overlap_reduce: bool = False
     overlap_gather: bool = False
@@ -85,7 +87,7 @@ class Training:
 
     def __post_init__(self) -> None:
         check_count(self.batch_samples, "batch_samples")
-        for name in ("gradient_ratio", "state_ratio", "update_s_per_byte", "message_s", "own_s"):
+        for name in ("gradient_ratio", "state_ratio", "least_state_ratio", "update_s_per_byte", "message_s", "own_s"):
             check_number(getattr(self, name), name)
         if self.gradient_ratio_across is not None:
             check_number(self.gradient_ratio_across, "gradient_ratio_across")
@@ -123,6 +125,7 @@ def make_training(
         gradient_ratio_across=_sent_bytes(options, shapes, gradient) / weight if options.compression else None,
         activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
+        least_state_ratio=_FP32 / weight if master else 0.0,
         sharded_optimizer=True if master else options.sharded_optimizer,
         overlap_reduce=True,
         overlap_gather=True,

@@ -17,7 +17,7 @@ from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
-from lightning_holmes.plan.prediction import predict
+from lightning_holmes.plan.prediction import fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -171,12 +171,17 @@ def test_cuts_that_lose_a_value_are_avoided() -> None:
 
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     """A layer has 4 MB of parameters, gradients and states, and 2 MB for each sample of a microbatch in flight."""
-    small = LAYER.parameter_bytes * 4 * 6 / 0.92  # not even the parameters of six layers
+    small = LAYER.parameter_bytes * 6 / 0.92  # the parameters of six layers, and nothing else
     for rule in ("self_adapting", "proportional", "uniform"):
         options = dataclasses.replace(LEFT_OPEN, partition=rule)
         with pytest.raises(NothingFitsError) as caught:
             choose_by_costs(options, costs(memory=small), LAYOUT, batch_size=16)
-        for words in ("GiB a device are missing at the least", "What would make it fit: ", "devices with", "AdamW"):
+        for words in (
+            "GiB a device are missing at the least",
+            "What would make it fit: ",
+            "devices with",
+            "an optimizer that keeps nothing",
+        ):
             assert words in str(caught.value)
         sent = pickle.loads(pickle.dumps(caught.value))  # to the other ranks
         assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
@@ -185,6 +190,18 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
         dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT, batch_size=16
     )
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
+
+
+def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
+    """Of what six layers take, 12 MB are AdamW's states."""
+    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4)
+    roomy = choose_by_costs(options, costs(), LAYOUT, batch_size=16).prediction
+    assert roomy is not None
+    memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
+    choice = choose_by_costs(options, costs(memory=memory), LAYOUT, batch_size=16)
+    assert choice.prediction is not None and fits(choice.prediction)
+    (note,) = (note for note in choice.notes if note.startswith("memory: "))
+    assert "as AdamW does" in note and "GiB a device are missing at the least" in note
 
 
 def test_of_candidates_those_that_fit_are_taken() -> None:
@@ -198,6 +215,7 @@ def test_of_candidates_those_that_fit_are_taken() -> None:
         choose_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT, batch_size=16)
     chosen = choose_by_costs(options, fits_only_1f1b, LAYOUT, batch_size=16)
     assert chosen.prediction is not None and max(chosen.prediction.memory_bytes) <= limit * 0.9 * 0.92
+    assert not any(note.startswith("memory: ") for note in chosen.notes)
 
 
 def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
