@@ -194,7 +194,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
 
 def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
     """Of what six layers take, 12 MB are AdamW's states."""
-    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4)
+    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="uniform")
     roomy = choose_by_costs(options, costs(), LAYOUT, batch_size=16).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
