@@ -40,6 +40,7 @@ BESIDE_STRATEGY = {
     "monitoring",
     "parameter_groups",
     "plan_request",
+    "planning",
     "replica_metrics",
     "signals",
     "sharding",
