@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch import forked_python
+from launch import forked_executable, forked_python
 
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
@@ -104,6 +104,7 @@ def test_the_command_prints_clusters_links_and_measured_speeds(
     """lightning-holmes topology under torchrun, started on every host by lightning-holmes testbed run."""
     monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHON_EXEC", forked_executable())  # what torchrun starts need not import everything anew
     arguments = ["run", "--id", bed.bed_id, "--torchrun", "--shuffle", "--timeout", "120"]
     told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
     for _ in range(3):  # as in discover
