@@ -9,7 +9,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.mesh import ProcessGroups, release
 from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
-from lightning_holmes.comm.world import check_port_range, connect_world
+from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
 from lightning_holmes.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
 from lightning_holmes.plan.placement import Placement
@@ -164,24 +164,35 @@ class JoiningStrategy(ReplicaCollectives):
         several_hosts = self.num_nodes > 1
         if several_hosts:
             self._inventory = probe_host(master_addr=numeric_address(environment.main_address))
-            if self._port_range is not None:
-                check_port_range(self._port_range)
         host = socket.gethostname() if self._inventory is None else self._inventory.name
-        self._user_settings.check_interfaces(backend, host=host, interfaces=local_interfaces())
+        refusal = self._refusal_of_this_host(backend, host)
         is_first = not torch.distributed.is_initialized()
-        connect_world(
-            environment,
-            backend,
-            interface=None if self._inventory is None else self._inventory.main_interface,
-            several_hosts=several_hosts,
-            user=self._user_settings,
-            timeout=self._timeout,
-        )
+        with without_interfaces() if refusal is not None else nullcontext():
+            connect_world(
+                environment,
+                backend,
+                interface=None if self._inventory is None else self._inventory.main_interface,
+                several_hosts=several_hosts,
+                user=self._user_settings if refusal is None else UserSettings(),
+                timeout=self._timeout,
+            )
         if several_hosts and is_first:
             announce(default_store(), rank=self.global_rank, host=host)
         if self._watch is None:
             self._watch = FailureWatch(default_store(), self.global_rank, self.world_size)
             self._watch.on_doubt = functools.partial(tell_blocked, rank=self.global_rank, world_size=self.world_size)
+        if refusal is not None:  # now that the others, which may have nothing to refuse, will be told
+            raise refusal
+
+    def _refusal_of_this_host(self, backend: str, host: str) -> ConfigurationError | None:
+        """What is wrong with the settings of this host alone, as other hosts cannot know."""
+        try:
+            if self._inventory is not None and self._port_range is not None:
+                check_port_range(self._port_range)
+            self._user_settings.check_interfaces(backend, host=host, interfaces=local_interfaces())
+        except ConfigurationError as refusal:
+            return refusal
+        return None
 
     def _lay_out(self) -> None:
         """Topology, placement and process groups: all that does not depend on the module."""

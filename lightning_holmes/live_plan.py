@@ -11,6 +11,7 @@ topology``) or at the start, or those that are stated. Where there are no costs 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -219,11 +220,12 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             sockets=sockets,
         )
         order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
+    memory = _memory_of_clusters(topology, [costs.memory[rank] for rank in order], shared=device == "cpu")
     devices = tuple(
         DeviceType(
             name=f"devices of {cluster.name}",
             peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
-            memory_bytes=min(costs.memory) / (max(h.devices for h in cluster.hosts) if device == "cpu" else 1),
+            memory_bytes=memory[cluster.name],
             local_bytes_per_s=local,
             efficiency=1.0,
         )
@@ -255,6 +257,19 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             "lightning-holmes topology measures them"
         )
     return cost_model, layout, note
+
+
+def _memory_of_clusters(topology: Topology, found: Sequence[float], *, shared: bool) -> dict[str, float]:
+    """Bytes of each cluster's smallest device, from those that each device in the order of the topology has found; ``shared``:
+    each has found its host's, which all devices of the host share."""
+    smallest: dict[str, float] = {}
+    first = 0
+    for cluster in topology.clusters:
+        for host in cluster.hosts:
+            own = min(found[first : first + host.devices]) / (host.devices if shared else 1)
+            smallest[cluster.name] = min(own, smallest.get(cluster.name, math.inf))
+            first += host.devices
+    return smallest
 
 
 def _device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:

@@ -78,6 +78,17 @@ def _environment(variables: Mapping[str, str]) -> Generator[None, None, None]:
             os.environ.pop(name, None)
 
 
+@contextlib.contextmanager
+def without_interfaces() -> Generator[None, None, None]:
+    """As if the user had named no interfaces; for a rank that refuses those, and still has to say so to the others."""
+    names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
+    kept = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 def check_port_range(port_range: tuple[int, int], path: str = _PORTS) -> None:
     """Whether gloo and NCCL will keep to the ports that a firewall leaves open.
 

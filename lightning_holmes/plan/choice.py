@@ -115,7 +115,7 @@ def choose_by_costs(
 
     Raises:
         NothingFitsError: no candidate fits the memory even if the optimizer keeps no states, by how much, and what would
-            make it fit. Where one fits only so, and for layer counts that are given by hand, that is noted.
+            make it fit. Where one fits only so, or where the options settle all, that is noted.
         ConfigurationError: the options do not fit the module; no partition avoids the forbidden cuts.
     """
     num_layers = cost_model.model.num_layers
@@ -147,7 +147,7 @@ def choose_by_costs(
         lacking += [excess_of(made) for _, made in found]
         excess, rank = min(lacking)
         reason = nothing_fits(cost_model, [run for run, _ in found], excess_bytes=excess, rank=rank)
-        if isinstance(options.partition, str):
+        if isinstance(options.partition, str) and options.leaves_open:
             bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
             if bare == cost_model.training:
                 raise NothingFitsError(f"{reason}. {_WAY_OUT}", excess_bytes=excess, rank=rank)

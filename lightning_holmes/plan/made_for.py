@@ -14,7 +14,7 @@ from lightning_holmes.cluster.yaml_node import YamlNode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """A cluster: its hosts, and the kinds of cards that all of them have up; none: they are not known."""
+    """A cluster: its hosts, and the kinds of cards that all of them have; none: they are not known."""
 
     name: str
     hosts: int
@@ -72,7 +72,7 @@ def cluster_facts(topology: Topology) -> tuple[ClusterFacts, ...]:
     """The clusters of a topology."""
     found = []
     for cluster in topology.clusters:
-        kinds = [{nic.kind for nic in host.nics if nic.up} for host in cluster.hosts]
+        kinds = [{nic.kind for nic in host.nics} for host in cluster.hosts]  # one that is down may come up again
         cards = tuple(sorted(set.intersection(*kinds)))
         found.append(ClusterFacts(name=cluster.name, hosts=len(cluster.hosts), cards=cards))
     return tuple(found)

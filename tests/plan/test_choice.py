@@ -190,11 +190,18 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
         dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT, batch_size=16
     )
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
+    settled = dataclasses.replace(
+        LEFT_OPEN, partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4
+    )
+    taken = choose_by_costs(settled, costs(memory=small), LAYOUT, batch_size=16)  # as it is where nothing is predicted
+    assert any(note.startswith("memory: by its estimate ") for note in taken.notes)
 
 
 def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
     """Of what six layers take, 12 MB are AdamW's states."""
-    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="uniform")
+    options = dataclasses.replace(
+        LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional"
+    )
     roomy = choose_by_costs(options, costs(), LAYOUT, batch_size=16).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92

@@ -250,6 +250,18 @@ def test_the_users_interface_carries_all_and_one_that_ends_at_the_border_is_refu
         assert f"the group of ranks 0, 1 cannot be connected: {card} card mlx5_0, which ends there" in output
 
 
+def test_what_one_host_refuses_is_told_on_the_others(tmp_path: Path) -> None:
+    with Testbed(Topology(clusters=(cluster("a", 1, "roce"), cluster("b", 1, "roce"))), TestbedOptions()) as bed:
+        results = bed.run(
+            [*forked_python(), str(WORKER), str(tmp_path), json.dumps({"num_nodes": 2, "strategy": {}})],
+            host_env=lambda host: {"GLOO_SOCKET_IFNAME": "nowhere0"} if host == "a0" else {},
+            timeout_s=60,
+        )
+    for host, result in results.items():
+        assert result.exit_code and not result.timed_out, host
+        assert "GLOO_SOCKET_IFNAME=nowhere0 in the environment: host a0 has no interface" in result.output, host
+
+
 def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected(tmp_path: Path) -> None:
     clusters = [cluster("a", 4, "infiniband"), cluster("b", 4, "roce")]
     order = ["b3", "a1", "b0", "b1", "a0", "b2", "a2", "a3"]
