@@ -26,6 +26,7 @@ from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
+_CLIPPING_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 _BATCH_HOOKS = {
     "training_step": (
         "on_train_batch_end",
@@ -114,6 +115,9 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
             f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
             f"gradients begin anew is then not known; remove one of them"
         )
+    if is_pipeline:
+        _refuse_clipping(module, trainer.callbacks)  # type: ignore[attr-defined]
+        _warn_of_rank_guards(module)
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
             raise UnsupportedModuleError(
@@ -198,20 +202,44 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
-    override = getattr(type(module), "configure_gradient_clipping", None)
-    if is_overridden("configure_gradient_clipping", module) and override is not None:
-        code = getattr(inspect.unwrap(override), "__code__", None)
-        names = () if code is None else code.co_names
-        if any(n.startswith("clip_grad") and n != "clip_gradients" for n in names):
-            raise UnsupportedModuleError(
-                f"{name}.configure_gradient_clipping clips by torch.nn.utils, which sees one stage's gradients; call "
-                f"self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...), which knows the "
-                f"norm of the whole model"
+
+
+def _names_of(function: Any) -> tuple[str, ...]:
+    """The attributes and globals that a function's code names."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _refuse_clipping(module: "pl.LightningModule", callbacks: Sequence["pl.Callback"]) -> None:
+    """Refuse hooks that clip by torch.nn.utils."""
+    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+    for owner, base in owners:
+        for hook in _CLIPPING_HOOKS:
+            if not hasattr(base, hook) or not is_overridden(hook, owner, base):
+                continue
+            if any(n.startswith("clip_grad") and n != "clip_gradients" for n in _names_of(getattr(owner, hook))):
+                raise UnsupportedModuleError(
+                    f"{type(owner).__name__}.{hook} clips by torch.nn.utils, which sees one stage's gradients; give "
+                    f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
+                    f"gradient_clip_algorithm=...) in configure_gradient_clipping, which knows the norm of the whole model"
+                )
+
+
+def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
+    """A step that logs on one rank only: behind the layers that rank does not run."""
+    for step_name in ("training_step", "validation_step", "test_step"):
+        names = set(_names_of(getattr(module, step_name)))
+        asked = sorted(names & {"is_global_zero", "global_rank", "local_rank"})
+        if asked and names & {"log", "log_dict"}:
+            rank_zero_warn(
+                f"{type(module).__name__}.{step_name} asks for {asked[0]} and logs: under a pipeline the last stage runs what "
+                f"is behind the layers, which is not rank 0, and a log that only rank 0 makes is lost; log on all ranks, or "
+                f"with self.log(..., rank_zero_only=True)"
             )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need to see the whole model at once."""
+    """Refuse optimizers that need to see the whole model at once, as far as their class tells."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedModuleError(

@@ -187,7 +187,9 @@ def _compare_trees(step: str, what: str, plain: Any, staged: Any, tolerance: flo
 
 def _numbers(value: Any) -> list[Any]:
     """The numbers and arrays in a tree, in order."""
-    if isinstance(value, (int, float, np.number, np.ndarray)) and getattr(value, "dtype", None) is not np.dtype(object):
+    if isinstance(value, (int, float)):
+        return [value] if abs(value) < 2**63 or isinstance(value, float) else [float(value)]
+    if isinstance(value, (np.number, np.ndarray)) and value.dtype.kind in "biufc":
         return [value]
     found: list[Any] = []
     if tree.is_container(value):
@@ -226,7 +228,10 @@ def _difference(
 
 
 def _as_double(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).double()
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
@@ -243,7 +248,7 @@ def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
 
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
-        if value.numel() == 1:
+        if value.numel() == 1 and not value.is_complex() and value.layout is torch.strided:
             return f"{float(value):.7g}"
-        return f"{list(value.shape)} norm {float(value.detach().double().norm()):.6g}"
+        return f"{list(value.shape)} norm {float(_as_double(value).norm()):.6g}"
     return str(value)[:40]

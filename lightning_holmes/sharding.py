@@ -23,6 +23,7 @@ from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.gradients import Gradients
 from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 
 _GRADIENT_HOOKS = (
@@ -99,6 +100,24 @@ def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[
     everyone: list[Separability] = gather(test_separability(optimizer, device))
     order = ("elements", "parameters", "none")
     return max(everyone, key=lambda found: order.index(found.level))
+
+
+def may_couple(optimizer: Optimizer, plan: Plan) -> bool:
+    """Whether it is not known that stages can step for themselves: torch's own optimizers see one parameter at a time."""
+    return plan.pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def refuse_coupling(found: Separability, plan: Plan) -> None:
+    """Stop where a stage's step would need parameters of other stages.
+
+    Raises:
+        UnsupportedModuleError: with what the test showed.
+    """
+    if found.couples and plan.pipeline_parallel_size > 1:
+        raise UnsupportedModuleError(
+            f"{found.reason}: its step depends on all parameters at once, of which each of the {plan.pipeline_parallel_size} stages "
+            f"has a part; use an optimizer that steps each parameter by itself, or pipeline_parallel_size=1"
+        )
 
 
 test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's

@@ -320,8 +320,10 @@ class HolmesStrategy(PlanningStrategy):
         admission.check_optimizers(self.optimizers)
         group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
         separability = None
-        if self.optimizers and sharding.wants_shards(self._sharding_options, self.data_parallel_size):
+        wanted = sharding.wants_shards(self._sharding_options, self.data_parallel_size)
+        if self.optimizers and (wanted or sharding.may_couple(self.optimizers[0], self._plan)):
             separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
+            sharding.refuse_coupling(separability, self._plan)
         if self._pipeline.structure is not None:
             self._summarise_whole_module(trainer)
         self._pipeline.install()

@@ -31,6 +31,7 @@ __all__ = [
     "gloo_group",
     "is_backend_registered",
     "is_batch_norm",
+    "is_broken_graph",
     "is_compiled",
     "local_tensor",
     "nccl_options",
@@ -273,6 +274,11 @@ def backward_has_run(node: Any) -> bool:
             except RuntimeError:
                 return True
     return False
+
+
+def is_broken_graph(error: BaseException) -> bool:
+    """Whether torch.compile(fullgraph=True) has met code that it may not trace."""
+    return type(error).__module__ == "torch._dynamo.exc" and "torch.compiler.disable" in str(error)
 
 
 def is_compiled(module: nn.Module) -> bool:

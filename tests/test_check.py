@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -132,3 +133,17 @@ def test_each_value_logged_under_one_name_is_compared(monkeypatch: pytest.Monkey
     report = lightning_holmes.check(Twice(), torch.randn(8, 4), num_microbatches=1)
     assert differing(report) == [("training_step", "log train_loss")]
     assert "log train_loss, call 2" in {row.what for row in report.rows}
+
+
+def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
+    class Odd(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = np.array(["a", "b"])
+            self.started = np.datetime64("2026-11-22")
+            self.large = 2**70
+            self.mask = torch.eye(3).to_sparse()
+            self.phase = torch.tensor(1j)
+
+    report = lightning_holmes.check(Odd(), torch.randn(8, 4))
+    assert report.ok, str(report)

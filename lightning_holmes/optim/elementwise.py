@@ -46,6 +46,8 @@ class Separability:
     reason: str
     element_keys: tuple[frozenset[str], ...]
     state_bytes: float
+    couples: bool = False
+    """A parameter's step depends on others', such as by the norm over all of them."""
 
 
 def test_separability(
@@ -74,7 +76,8 @@ def test_separability(
         most = max(most, result.state_bytes)
         if _ORDER.index(result.level) > _ORDER.index(level):
             level, reason = result.level, result.reason
-    return Separability(level=level, reason=reason, element_keys=tuple(keys), state_bytes=most)
+    couples = any(result.couples for result in seen.values())
+    return Separability(level=level, reason=reason, element_keys=tuple(keys), state_bytes=most, couples=couples)
 
 
 test_separability.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
@@ -88,6 +91,7 @@ class _GroupResult:
     reason: str
     element_keys: frozenset[str]
     state_bytes: float
+    couples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +149,10 @@ def _test_group(
             level, reason = "parameters", f"{name} treats a tensor otherwise than its parts ({difference})"
         if difference and _differs_by_parameters(optimizer, group, start, steps, whole):
             why = f"{name} treats a tensor otherwise when it stands beside another one"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes)
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
         if not difference and level == "elements" and _differs_by_parameters(optimizer, group, start, steps, whole):
             why = f"{name} treats a tensor otherwise when it stands beside another one"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes)
+            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
     return _GroupResult(level=level, reason=reason, element_keys=keys, state_bytes=num_bytes)
 
 

@@ -41,6 +41,9 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
     """Let hooks and functions kept on the copied ``module`` refer to the copies, too: deepcopy leaves closures alone."""
 
     def rebind(value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            owner = rebind(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if not isinstance(value, types.FunctionType):
             return memo.get(id(value), value)
         if id(value) in memo and memo[id(value)] is not value:
@@ -67,7 +70,7 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
 
     for submodule in module.modules():
         for key, value in list(vars(submodule).items()):
-            if isinstance(value, types.FunctionType):
+            if isinstance(value, (types.FunctionType, types.MethodType)):
                 vars(submodule)[key] = rebind(value)
             elif "hooks" in key and isinstance(value, dict):
                 for handle, hook in value.items():

@@ -55,6 +55,13 @@ class SplitBackward:
             found = torch.autograd.grad(
                 self._roots, targets, self._gradients, retain_graph=bool(self._put_off), allow_unused=True
             )
+        except RuntimeError as error:
+            if "donated buffer" not in str(error):
+                raise
+            raise UnsupportedModuleError(
+                "zero-bubble schedules go through a backward in two parts, which code compiled by torch.compile does not allow; "
+                "use another schedule, such as 1f1b, or leave what is compiled uncompiled"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.split_backward import Accumulate, SplitBackward
 from lightning_holmes.plan.split_choice import StageSeconds
 
@@ -78,7 +79,10 @@ class SplitMeter:
             parts = SplitBackward(roots, gradients, received, parameters)
             try:
                 parts.input(accumulate)
-            except RuntimeError:  # what was compiled, say, may not be gone through twice; it still can be once
+            except (
+                RuntimeError,
+                UnsupportedModuleError,
+            ):  # what was compiled, say, may not be gone through twice; it still can be once
                 self.cannot_split(stage)
                 torch.autograd.backward(list(roots), list(gradients))
                 return

@@ -14,10 +14,12 @@ judged wrongly turns the loss into NaN.
 """
 
 import contextlib
+import copy
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.torch_private import is_broken_graph
 
 
 class StepCut(BaseException):
@@ -56,6 +59,44 @@ class _Passing:
     index: int
     is_missing: bool = False
     output: Any = None
+
+
+class _Gate:
+    """Stands for the forward of a layer; one without weights may stand at several ``indices``.
+
+    Where the user compiled what calls the layer, or the layer itself, the gate stays outside: torch.compile goes on in
+    the layer's own forward, and never takes the place of a step for a constant. A deep copy of the layer has the layer's own
+    forward again: a teacher, or an average, is no part of the pipeline.
+    """
+
+    def __init__(self, pipeline: "PipelineModule", layer: nn.Module, indices: list[int]) -> None:
+        disable: Any = torch.compiler.disable  # which has no types
+        self._pipeline, self._layer, self._indices = pipeline, layer, indices
+        self._forward = layer.forward
+        self._is_patched = "forward" in vars(layer)
+        self._arrive, self._leave = disable(pipeline._arrive), disable(pipeline._leave)
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passed = self._arrive(self._indices, args, kwargs)
+        if passed is not None and passed.is_missing:
+            return passed.output
+        output = self._forward(*args, **kwargs)
+        return output if passed is None else self._leave(passed, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._layer))
+        if copied is None:  # not the layer, but something that refers to its forward
+            return self
+        if not self._pipeline.holds(self._indices):
+            return functools.partial(self._pipeline.refuse_missing, self._indices[0])
+        return (
+            copy.deepcopy(self._forward, memo) if self._is_patched else types.MethodType(type(copied).forward, copied)
+        )
+
+
+_disable: Any = torch.compiler.disable
+_Gate.__call__ = _disable(_Gate.__call__, recursive=False)  # type: ignore[method-assign]
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -159,7 +200,7 @@ class PipelineModule:
             places.setdefault(self.module.get_submodule(name), []).append(index)
         for layer, indices in places.items():
             self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
-            layer.forward = self._gate(indices, layer.forward)
+            layer.forward = _Gate(self, layer, indices)
         for name, parameter in self.module.named_parameters():
             if name not in self.local_parameters:
                 sharded.replace_local(parameter, placeholder(sharded.local_part(parameter).detach()))
@@ -173,25 +214,6 @@ class PipelineModule:
                 vars(layer).pop("forward", None)
         self._forwards.clear()
 
-    def _gate(self, indices: list[int], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer; one without weights may stand at several ``indices``.
-
-        Where the user compiled what calls the layer, or the layer itself, the gate stays outside: torch.compile goes on
-        in ``forward``, and never takes the place of a step for a constant.
-        """
-        disable: Any = torch.compiler.disable  # which has no types
-        arrive, leave = disable(self._arrive), disable(self._leave)
-
-        @functools.wraps(forward)
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            passed = arrive(indices, args, kwargs)
-            if passed is not None and passed.is_missing:
-                return passed.output
-            output = forward(*args, **kwargs)
-            return output if passed is None else leave(passed, output)
-
-        return cast(Callable[..., Any], disable(gate, recursive=False))
-
     def _arrive(self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Passing | None:
         """Before a layer: what it hands on where it is not to be run here; None outside a step."""
         run = self.current
@@ -199,14 +221,9 @@ class PipelineModule:
         index = expected if expected in indices else indices[0]
         stage_of_layer = self.partition.stage_of(index)
         if run is None:
-            if stage_of_layer in self.stages or len(indices) > 1:
-                return None
-            assert self.structure is not None
-            raise HolmesError(
-                f"layer {index} of {self.structure.layers} lives on stage {stage_of_layer}, not on this rank: outside "
-                f"training_step, validation_step, test_step and predict_step the module cannot be run while the "
-                f"trainer does; run it after fit, when every rank has the whole module again"
-            )
+            if not self.holds(indices):
+                self.refuse_missing(index)
+            return None
         if run.backward:
             self._check_recomputed(run, index, stage_of_layer, indices)
         else:
@@ -220,6 +237,19 @@ class PipelineModule:
         else:
             output = self._missing_output(run, index, args, kwargs)
         return _Passing(run=run, index=index, is_missing=True, output=output)
+
+    def holds(self, indices: Sequence[int]) -> bool:
+        """Whether this rank can run the layer at ``indices``; one at several of them has no weights."""
+        return len(indices) > 1 or self.partition.stage_of(indices[0]) in self.stages
+
+    def refuse_missing(self, index: int, *_: Any, **__: Any) -> None:
+        """Stop who runs a layer of another rank outside a step."""
+        assert self.structure is not None
+        raise HolmesError(
+            f"layer {index} of {self.structure.layers} lives on stage {self.partition.stage_of(index)}, not on this rank: outside "
+            f"training_step, validation_step, test_step and predict_step the module, or a copy of it, cannot be run while the "
+            f"trainer does; run it after fit, when every rank has the whole module again"
+        )
 
     def _leave(self, passed: _Passing, output: Any) -> Any:
         """Behind a layer of the stage that runs."""
@@ -330,6 +360,14 @@ class PipelineModule:
                 output = step()
             except StepCut:
                 return None
+            except Exception as error:
+                if self.structure is not None and is_broken_graph(error):
+                    raise UnsupportedModuleError(
+                        f"{run.step_name} runs layers of {self.structure.layers} inside code that was compiled with fullgraph=True: the "
+                        f"graph has to break at each layer, where a stage may end. Leave fullgraph out, or compile the layers "
+                        f"one by one: nn.ModuleList(torch.compile(layer, fullgraph=True) for layer in layers)"
+                    ) from error
+                raise
         if self.structure is None:
             return output
         if run.cut:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,43 @@ class OtherDropout(Classifier):
         self.blocks[1] = nn.Sequential(Block(), nn.Dropout(0.1 * RANK))
 
 
+class ClipsByHand(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ByTheWholeNorm(torch.optim.SGD):
+    """Divides each step by the norm over all of its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else 1.0
+        for gradient in gradients:
+            gradient /= norm
+        return super().step(closure)
+
+
+class CoupledOptimizer(Classifier):
+    def configure_optimizers(self) -> Any:
+        return ByTheWholeNorm(self.parameters(), lr=0.1)
+
+
+class LogsOnOneRank(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.log("loss", loss)
+        return loss
+
+
+def _warned(setting: Setting) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(setting, LogsOnOneRank)
+    told = any("LogsOnOneRank.training_step asks for is_global_zero" in str(w.message) for w in caught)
+    assert told or RANK, "rank 0 warns"
+
+
 class GathersInStep(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, _ = self.loss(batch)
@@ -157,6 +195,15 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),
     "other class": (lambda s: _fit(s, Classifier if RANK == 0 else Reentrant), ("Classifier", "Reentrant")),
     "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
+    "clips in a hook": (
+        lambda s: _fit(s, ClipsByHand),
+        ("ClipsByHand.on_before_optimizer_step", "torch.nn.utils", "gradient_clip_val"),
+    ),
+    "coupled optimizer": (
+        lambda s: _fit(s, CoupledOptimizer),
+        ("ByTheWholeNorm", "beside another one", "pipeline_parallel_size=1"),
+    ),
+    "logs on one rank": (_warned, ()),
     "nothing wrong": (_fit, ()),
 }
 

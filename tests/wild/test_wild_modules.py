@@ -178,3 +178,32 @@ def test_table_in_the_documentation() -> None:
     section = DOCUMENT.read_text().split("## Modules tried", 1)[1]
     table = "".join(line + "\n" for line in section.splitlines() if line.startswith("|"))
     assert table == wild_modules.make_table(), "run `python tests/wild/wild_modules.py` and paste what it prints"
+
+
+@pytest.mark.parametrize("form", ["network", "layers in place"])
+def test_a_graph_that_may_not_break_is_refused_with_the_cure(form: str) -> None:
+    module, batch = next(c for c in CASES if c.name == "CompiledNet").make()
+    module.model = net = module.model._orig_mod
+    net.layers = nn.ModuleList(_Block() for _ in range(4))
+    module.model = torch.compile(net, backend="eager", fullgraph=True)
+    if form == "layers in place":
+        module.model = net
+    report = lightning_holmes.check(module, batch)
+    assert (report.refused is None) == (form == "layers in place")
+    if report.refused is not None:
+        assert "fullgraph=True" in report.refused and "one by one" in report.refused
+
+
+def test_a_patched_forward_is_compared_and_leaves_the_module_alone() -> None:
+    """What stands for a layer's forward may hold the layer's own: a bound method, in a closure."""
+    module, batch = next(c for c in CASES if c.name == "CompiledNet").make()
+    module.model = net = module.model._orig_mod
+    net.layers = nn.ModuleList(nn.Sequential(_Block(), nn.BatchNorm1d(wild_modules.WIDTH)) for _ in range(4))
+    for layer in net.layers:
+        layer.forward = (lambda own: lambda x: 1.5 * own(x))(layer.forward)
+    before = copy.deepcopy(net.state_dict())
+    report = lightning_holmes.check(module, batch, num_microbatches=1)
+    assert report.ok, str(report)
+    assert "gradient model.layers.2.0.linear.weight" in {row.what for row in report.rows}
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())

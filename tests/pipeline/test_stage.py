@@ -1,0 +1,79 @@
+"""A stage's gates, seen from outside of steps: what user code in hooks may do with the module while it trains."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_holmes import rehearsal
+from lightning_holmes.errors import HolmesError
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.partition import make_partition
+
+
+class Net(LightningModule):
+    def __init__(self, *, patched: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        if patched:
+            for layer in self.layers:
+                layer.forward = torch.no_grad()(layer.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+
+def installed(module: LightningModule, num_stages: int) -> PipelineModule:
+    """The first stage of the module's pipeline."""
+    splitter = BatchSplitter()
+    with rehearsal.attached(module):
+        structure = rehearsal._structure(module, torch.randn(4, 4), ["training_step"], "auto", splitter)
+    partition = make_partition("uniform", structure.num_layers, num_stages)
+    pipeline = PipelineModule(module, structure, partition, (0,), torch.device("cpu"))
+    pipeline.install()
+    return pipeline
+
+
+def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
+    """As of a teacher, or of an average that is evaluated: what is learnt later does not change it."""
+    module, x = Net(patched=False), torch.randn(2, 4)
+    expected = module(x)
+    pipeline = installed(module, 1)
+    teacher = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(teacher(x), expected)
+    assert not module(x).any()
+    pipeline.uninstall()
+    torch.testing.assert_close(copy.deepcopy(teacher)(x), expected)
+
+
+@pytest.mark.parametrize("what", [lambda m: m, lambda m: m.layers])
+def test_a_copy_of_a_stage_refuses_to_run_what_is_missing(what: Any) -> None:
+    module = Net(patched=False)
+    installed(module, 2)
+    copied = copy.deepcopy(what(module))
+    layers = getattr(copied, "layers", copied)
+    assert layers[0](torch.randn(2, 4)).shape == (2, 4)
+    with pytest.raises(HolmesError, match="layer 2 of layers lives on stage 1"):
+        layers[2](torch.randn(2, 4))
+
+
+def test_gates_leave_no_trace() -> None:
+    module = Net(patched=True)
+    before = [layer.forward for layer in module.layers]
+    installed(module, 1).uninstall()
+    assert [layer.forward for layer in module.layers] == before
+    plain = Net(patched=False)
+    installed(plain, 1).uninstall()
+    assert all("forward" not in vars(layer) for layer in plain.layers)
