@@ -11,12 +11,14 @@ It owns the order of the ranks. Groups of processes are built from it by comm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_holmes.cluster.topology import TRANSPORT_KINDS, Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.one_fabric import Fabric, Fabrics, needed, share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,14 @@ def make_placement(
     [s*N/p, (s+1)*N/p) of that order, its data-parallel groups stride by t inside it, and pipeline j is {j, j+N/p, ...}
     (Holmes, arXiv 2312.03549, its groups). A data-parallel group thus stays inside a cluster wherever N/p divides the
     sizes of the clusters. Where it does not, the hosts of one fabric in a cluster still get as many stages of their own
-    as they can hold; what is left over makes up stages of one fabric, then of one cluster, and at last those that cross:
-    no order has fewer stages that leave a fabric. A host whose fast card is down shares none; one on several fabrics
-    counts to that of most devices. Clusters and hosts come in the order of the topology, so that the launcher's numbering
-    of nodes does not matter.
+    as they can hold; what is left over makes up stages of one fabric, then of one cluster, and at last those that cross.
+    A host whose fast card is down shares none.
+
+    With hosts on one fabric each, no layout has fewer stages that leave a fabric. Devices of a host on several fabrics
+    go where they complete a stage: in a cluster by itself, no layout has fewer either, unless more than six fabrics are
+    tied together by such hosts (a fabric whose hosts are all on another one does not count). With more, and where a
+    fabric leads from one cluster to another, a layout with fewer may exist. Clusters and hosts come in the order of the
+    topology, so that the launcher's numbering of nodes does not matter.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
     of each host, or if the topology has another number of devices.
@@ -114,75 +120,96 @@ def make_placement(
             f"pipeline_parallel_size={pipeline_parallel_size} does not divide {world}; these would: {divisors}"
         )
     size = world_size // pipeline_parallel_size
-    left = _order_ranks(topology)
-    order = {rank: index for index, (rank, _, _) in enumerate(left)}
-    stages: list[list[int]] = []
-    keys: tuple[Callable[[_Place], Hashable], ...] = (
-        lambda place: (place.cluster, place.fabric),
-        lambda place: place.fabric,
-        lambda place: place.cluster,
-        lambda place: None,
-    )
-    for key in keys:
-        together: dict[Hashable, list[_Place]] = {}
+    left = _places(topology)
+    stages: list[_Stage] = []
+    for in_one_cluster, cut in ((True, _cut_by_fabric), (False, _cut_by_fabric), (True, _cut), (False, _cut)):
+        together: dict[int, list[_Place]] = {}
         for place in left:
-            together.setdefault(key(place), []).append(place)
+            together.setdefault(place.cluster if in_one_cluster else 0, []).append(place)
         left = []
         for places in together.values():
-            whole = len(places) - len(places) % size
-            stages += [[place.rank for place in places[start : start + size]] for start in range(0, whole, size)]
-            left += places[whole:]
-        left.sort(key=lambda place: order[place.rank])
-    stages.sort(key=lambda stage: order[stage[0]])
-    return Placement(tuple(map(tuple, stages)), tensor_parallel_size)
+            found, rest = cut(places, size)
+            stages += found
+            left += rest
+    stages.sort()
+    return Placement(tuple(stage.ranks for stage in stages), tensor_parallel_size)
 
 
 class _Place(NamedTuple):
-    """A rank with its cluster and the fabric that its host counts to."""
+    """A rank, and its host's cluster and place in the topology and fabrics."""
 
+    cluster: int
+    host: int
     rank: int
-    cluster: str
-    fabric: Hashable
+    fabrics: Fabrics
 
 
-def _order_ranks(topology: Topology) -> list[_Place]:
-    """The ranks by cluster, fabric, host and rank."""
+class _Stage(NamedTuple):
+    """The ranks of a stage; stages are ordered by the cluster, fabric, host and rank of the first."""
+
+    cluster: int
+    fabric: Fabric
+    host: int
+    ranks: tuple[int, ...]
+
+
+def _places(topology: Topology) -> list[_Place]:
+    """All ranks by cluster, host and rank."""
     ranks: dict[str, list[int]] = {}
     for rank, (_, host) in enumerate(topology.places()):
         ranks.setdefault(host.name, []).append(rank)
+    hosts = [(index, cluster, host) for index, cluster in enumerate(topology.clusters) for host in cluster.hosts]
     return [
-        _Place(rank, cluster.name, fabric)
-        for cluster in topology.clusters
-        for fabric, hosts in _fabrics(cluster)
-        for host in hosts
+        _Place(index, position, rank, fabrics)
+        for position, (index, cluster, host) in enumerate(hosts)
+        for fabrics in [_fabrics(cluster, host)]
         for rank in ranks[host.name]
     ]
 
 
-def _fabrics(cluster: Cluster) -> list[tuple[tuple[int, str], list[Host]]]:
-    """The hosts of a cluster by the RDMA fabric that each counts to, InfiniBand first, those without a working card last.
+def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
+    """The RDMA fabrics that a host's working cards are on; without any, the Ethernet of its cluster."""
+    # cards of unknown fabric, from a file written by hand, share that of their cluster
+    return frozenset(
+        (TRANSPORT_KINDS.index(nic.kind), nic.fabric or f"in {cluster.name}")
+        for nic in host.nics
+        if nic.kind != "ethernet" and nic.up
+    ) or frozenset({(len(TRANSPORT_KINDS), f"none in {cluster.name}")})
 
-    A host on several fabrics counts to the one with the most devices, and again so among the hosts that remain.
-    """
-    members: dict[tuple[int, str], dict[str, Host]] = {}
-    for host in cluster.hosts:
-        for nic in host.nics:
-            if nic.kind != "ethernet" and nic.up:
-                # cards of unknown fabric, from a file written by hand, share that of their cluster
-                fabric = (TRANSPORT_KINDS.index(nic.kind), nic.fabric or f"in {cluster.name}")
-                members.setdefault(fabric, {})[host.name] = host
-    found: list[tuple[tuple[int, str], list[Host]]] = []
-    free = {host.name for host in cluster.hosts}
-    while members:
-        best = max(members, key=lambda fabric: sum(host.devices for host in members[fabric].values()))
-        hosts = members.pop(best)
-        found.append((best, list(hosts.values())))
-        free -= hosts.keys()
-        left = {fabric: {n: host for n, host in of.items() if n in free} for fabric, of in members.items()}
-        members = {fabric: of for fabric, of in left.items() if of}
-    found.sort(key=lambda entry: entry[0])
-    alone = [host for host in cluster.hosts if host.name in free]
-    return [*found, ((len(TRANSPORT_KINDS), f"none in {cluster.name}"), alone)]
+
+def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
+    """Stages of ``size`` places that are on one fabric, and the places that are left over."""
+    on_needed = needed(Counter(place.fabrics for place in places), size)
+    alike: dict[Fabrics, list[_Place]] = {}
+    for place in places:
+        alike.setdefault(place.fabrics & on_needed, []).append(place)
+    shares = share_out({fabrics: len(those) for fabrics, those in alike.items()}, size)
+    stages: list[_Stage] = []
+    for fabric, share in shares.items():
+        mine: list[_Place] = []
+        for fabrics, count in share.items():
+            mine += alike[fabrics][:count]
+            alike[fabrics] = alike[fabrics][count:]
+        mine.sort(key=_by_host)
+        stages += _cut(mine, size, fabric)[0]
+    return stages, sorted((place for those in alike.values() for place in those), key=_by_host)
+
+
+def _cut(places: list[_Place], size: int, fabric: Fabric | None = None) -> tuple[list[_Stage], list[_Place]]:
+    """Stages of ``size`` places each, those of one fabric or, without it, as many of like fabrics together as can be."""
+    if fabric is None:
+        places = sorted(places, key=lambda place: (place.cluster, min(place.fabrics), place.host, place.rank))
+    whole = len(places) - len(places) % size
+    stages = []
+    for start in range(0, whole, size):
+        first = places[start]
+        ranks = tuple(place.rank for place in places[start : start + size])
+        stages.append(_Stage(first.cluster, fabric or min(first.fabrics), first.host, ranks))
+    return stages, places[whole:]
+
+
+def _by_host(place: _Place) -> tuple[int, int]:
+    return place.host, place.rank
 
 
 def check_tensor_size(topology: Topology, tensor_parallel_size: int) -> None:

@@ -2,11 +2,14 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
@@ -126,7 +129,7 @@ def test_a_host_whose_card_is_down_does_not_spoil_the_groups_of_others() -> None
     assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 3), (1, 2))
 
 
-def test_a_host_on_several_fabrics_counts_to_that_of_most_devices() -> None:
+def test_a_host_on_several_fabrics_counts_to_that_which_reaches_all_hosts() -> None:
     """Rails: what is left of a host whose first rail is down still reaches the others by the second."""
     rails = (card("roce", "rail 0"), card("roce", "rail 1"))
     down = (card("roce", "rail 0", up=False), card("roce", "rail 1"))
@@ -137,6 +140,112 @@ def test_a_host_on_several_fabrics_counts_to_that_of_most_devices() -> None:
     lone = [Host(name=f"h{i}", devices=1, nics=(card("infiniband", "A"),)) for i in range(3)]
     topology = Topology(clusters=(Cluster(name="a", hosts=(both, *lone)),))
     assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 1), (2, 3))
+
+
+def on_fabrics(hosts: Sequence[tuple[int, Sequence[str]]]) -> Topology:
+    """One cluster of hosts, each with its devices and the fabrics of its cards."""
+    return Topology(
+        clusters=(
+            Cluster(
+                name="mine",
+                hosts=tuple(
+                    Host(name=f"h{i}", devices=devices, nics=tuple(card("roce", fabric) for fabric in fabrics))
+                    for i, (devices, fabrics) in enumerate(hosts)
+                ),
+            ),
+        )
+    )
+
+
+def test_a_host_on_two_fabrics_goes_where_it_completes_a_stage() -> None:
+    topology = on_fabrics([(1, "A"), (1, "AB"), (1, "B"), (1, "B")])
+    placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
+    assert placement.grid == ((0, 1), (2, 3))
+    chooser = TransportChooser(topology)
+    assert [chooser.choose(row).kind for row in placement.grid] == ["roce", "roce"]
+
+
+def test_rails_with_a_card_down_on_several_hosts() -> None:
+    """Eight hosts on six rails; six of them have lost one each, another every time: there are two stages all the same."""
+    rails = "012345"
+    topology = on_fabrics([(2, rails.replace(str(i), "")) for i in range(8)])
+    placement = make_placement(topology, world_size=16, pipeline_parallel_size=2, tensor_parallel_size=2)
+    chooser = TransportChooser(topology)
+    assert [chooser.choose(row).kind for row in placement.grid] == ["roce", "roce"]
+
+
+@st.composite
+def hosts_on_several_fabrics(draw: st.DrawFn) -> tuple[list[tuple[int, str]], int, int]:
+    """Up to eight hosts of one cluster, most on two of up to six fabrics, and the sizes of pipeline and tensor groups."""
+    tensor = draw(st.sampled_from([1, 1, 2]))
+    names = "ABCDEF"[: draw(st.integers(2, 6))]
+    fabrics = st.sampled_from([1, 2, 2, 2, 3]).flatmap(
+        lambda count: st.sets(st.sampled_from(names), min_size=min(count, 2), max_size=min(count, len(names)))
+    )
+    host = st.tuples(st.sampled_from([1, 1, 1, 2, 3]).map(lambda groups: groups * tensor), fabrics)
+    hosts = [(devices, "".join(sorted(on))) for devices, on in draw(st.lists(host, min_size=2, max_size=8))]
+    num_groups = sum(devices for devices, _ in hosts) // tensor
+    assume(num_groups <= 12)
+    return hosts, draw(st.sampled_from([size for size in range(1, num_groups + 1) if num_groups % size == 0])), tensor
+
+
+def most_stages(groups: tuple[frozenset[str], ...], size: int) -> int:
+    """By trying all: stages of one fabric that tensor groups, each with the fabrics of its host, make up at most."""
+
+    @cache
+    def most(left: tuple[frozenset[str], ...]) -> int:
+        if len(left) < size:
+            return 0
+        first, rest = left[0], left[1:]
+        found = most(rest)
+        for chosen in combinations(range(len(rest)), size - 1):
+            if first.intersection(*(rest[i] for i in chosen)):
+                found = max(found, 1 + most(tuple(group for i, group in enumerate(rest) if i not in chosen)))
+        return found
+
+    return most(tuple(sorted(groups, key=sorted)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(hosts_on_several_fabrics())
+def test_no_layout_has_more_stages_of_one_fabric(layout: tuple[list[tuple[int, str]], int, int]) -> None:
+    hosts, pipeline, tensor = layout
+    topology = on_fabrics(hosts)
+    placement = make_placement(
+        topology,
+        world_size=topology.num_devices,
+        pipeline_parallel_size=pipeline,
+        tensor_parallel_size=tensor,
+    )
+    names = [(host.name, frozenset(nic.fabric for nic in host.nics)) for _, host in topology.places()]
+    for stage in range(pipeline):
+        for data in range(placement.data_parallel_size):
+            group = placement.tensor_parallel_group(stage, data)
+            assert len({names[rank][0] for rank in group}) == 1
+    stages = sum(bool(frozenset.intersection(*(names[rank][1] for rank in row))) for row in placement.grid)
+    groups = tuple(frozenset(fabrics) for devices, fabrics in hosts for _ in range(devices // tensor))
+    assert stages == most_stages(groups, placement.data_parallel_size)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param([(8, [f"{i}.{j}" for j in range(8)]) for i in range(1250)], id="each card its own fabric"),
+        pytest.param([(8, [str(j) for j in range(8)]) for _ in range(1250)], id="eight rails"),
+        pytest.param([(1, [str(i), str(i + 1)]) for i in range(10_000)], id="a chain of fabrics"),
+        pytest.param(
+            [(1, sorted({str(i // 12 * 6 + i % 6), str(i // 12 * 6 + i * 5 % 7 % 6)})) for i in range(10_000)],
+            id="ties",
+        ),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [2, 1250])
+def test_ten_thousand_ranks_take_less_than_a_second(hosts: list[tuple[int, Sequence[str]]], pipeline: int) -> None:
+    topology = on_fabrics(hosts)
+    start = time.process_time()
+    placement = make_placement(topology, world_size=10_000, pipeline_parallel_size=pipeline)
+    assert time.process_time() - start < 1
+    assert placement.world_size == 10_000
 
 
 @st.composite
