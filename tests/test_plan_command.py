@@ -166,6 +166,36 @@ class Runs(Reads):
         return 2 * self.blocks(batch).square().mean()
 
 
+class Late(Runs):
+    """Its blocks are made by configure_model, beside a parameter of ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def configure_model(self):
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+class Adapted(Runs):
+    """configure_model adds to layers that ``__init__`` has made; twice, and they would be there twice."""
+
+    def configure_model(self):
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = nn.Sequential(block, nn.Linear(8, 8, bias=False))
+
+
+class Shares(Runs):
+    """configure_model takes a device mesh for granted."""
+
+    def configure_model(self):
+        self.device_mesh["tensor_parallel"]
+
+
 class Bare(Runs):
     """The same without a batch."""
 
@@ -186,6 +216,32 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
     reads, runs = (data["model"]["layers"] for data in found)
     assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
+
+
+@pytest.mark.parametrize("profile", ["fake", "measure"])
+def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, profile):
+    found = {}
+    for name in ("Runs", "Late", "Adapted"):
+        path = tmp_path / f"{name}.yaml"
+        options = ["--format=json", f"--profile={profile}", f"--output={path}", f"--model={__name__}.{name}"]
+        code, out, err = run(capsys, *SMALL, *options)
+        assert code == 0, err
+        found[name] = json.loads(out[out.index("{") :])["model"]
+        module = globals()[name]()
+        module.configure_model()
+        size = sum(p.numel() for p in module.parameters())
+        assert found[name]["num_parameters"] == Plan.load(path).made_for.num_parameters == size
+    assert [model["layer_list"] for model in found.values()] == ["blocks"] * 3
+    bytes_of = {name: [layer["parameter_bytes"] for layer in model["layers"]] for name, model in found.items()}
+    assert bytes_of["Late"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4
+    assert bytes_of["Adapted"] == [4 * (64 + 8 + 64)] * 4
+    if profile == "fake":
+        assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
+
+
+def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Shares")
+    assert code == 2 and "Shares.configure_model" in err and "only if self.device_mesh is not None" in err
 
 
 @pytest.mark.parametrize(

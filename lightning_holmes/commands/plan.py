@@ -218,9 +218,22 @@ def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
 
 
 def configured(model: LightningModule) -> LightningModule:
-    """The same module, with what it leaves to configure_model, which a trainer would call."""
-    if next(model.parameters(), None) is None:
+    """The same module behind configure_model, which a trainer calls once whatever ``__init__`` has built.
+
+    Raises:
+        UnsupportedModuleError: configure_model needs the device mesh of a run.
+    """
+    try:
         model.configure_model()
+    except (AttributeError, TypeError) as error:
+        code = getattr(type(model).configure_model, "__code__", None)
+        if "NoneType" not in str(error) or code is None or "device_mesh" not in code.co_names:
+            raise
+        name = type(model).__name__
+        raise UnsupportedModuleError(
+            f"{name}.configure_model does not run where self.device_mesh is None ({error}); here there are no ranks, and "
+            "the whole module is planned with: have it share its layers out only if self.device_mesh is not None"
+        ) from error
     return model
 
 
