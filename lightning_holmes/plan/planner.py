@@ -23,7 +23,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
-from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
+from lightning_holmes.plan.not_fitting import Lack, lack_of, nothing_fits
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
@@ -100,7 +100,7 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
         raise _nothing_to_try(cost_model, space, left_out)
     wanted = _SIMULATED + space.runners_up
     looked: list[_Looked] = []
-    least: NothingFitsError | None = None
+    lacking: list[Lack] = []
     for index, candidate in enumerate(candidates):
         if len(looked) >= wanted and candidate.bound_s > looked[wanted - 1].estimate_s:
             left_out["cannot be faster than the plans listed, by its lower bound"] += len(candidates) - index
@@ -109,8 +109,7 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
             partition = _deal(cost_model, candidate.run, space.partition)
         except NothingFitsError as error:
             left_out["does not fit the memory"] += 1
-            if least is None or error.excess_bytes < least.excess_bytes:
-                least = error
+            lacking.append(Lack(run=candidate.run, excess_bytes=error.excess_bytes, rank=error.rank))
             continue
         except ConfigurationError:
             left_out["no partition of the layers"] += 1
@@ -126,7 +125,7 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
         if fits(made[-1]):
             fitting.append(made[-1])
     if not fitting:  # one that does not fit is never taken
-        raise _nothing_fits(cost_model, space, candidates, least, made)
+        raise _nothing_fits(cost_model, space, candidates, [*lacking, *map(lack_of, made)])
     if len(fitting) < len(made):
         left_out["does not fit the memory"] += len(made) - len(fitting)
     ranked = sorted(fitting, key=_rank)
@@ -340,17 +339,12 @@ def _nothing_fits(
     cost_model: CostModel,
     space: SearchSpace,
     candidates: Sequence[_Candidate],
-    least: NothingFitsError | None,
-    made: Sequence[Prediction],
+    lacks: Sequence[Lack],
 ) -> ConfigurationError:
-    lacking = [excess_of(entry) for entry in made]
-    if least is not None:
-        lacking.append((least.excess_bytes, least.rank))
-    if not lacking:
+    if not lacks:
         return ConfigurationError(
             f"no partition={space.partition!r} of the {cost_model.model.num_layers} layers goes with any of "
             f'{len(candidates)} plans; use partition="self_adapting"'
         )
-    excess, rank = min(lacking)
     runs = [candidate.run for candidate in candidates]
-    return nothing_fits(cost_model, runs, excess_bytes=excess, rank=rank, recomputation=space.recomputation)
+    return nothing_fits(cost_model, runs, lacks=lacks, recomputation=space.recomputation)

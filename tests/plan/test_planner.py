@@ -1,6 +1,7 @@
 """The search: against trying everything, fast on thousands of devices, and clear where nothing fits."""
 
 import dataclasses
+import re
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_holmes.plan.planner import SearchSpace, search
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
 A100 = find_device_type("A100-80GB")
@@ -151,6 +153,37 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> Non
     bigger = dataclasses.replace(A100, memory_bytes=(needed + 0.1) * 2**30)
     assert missing > 20
     assert search(cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4, device=bigger)).best.run.recomputation
+
+
+@pytest.mark.parametrize("order", [("large", "small"), ("small", "large")])
+def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[str, str]) -> None:
+    """Fifteen layers a rank: 59 GB of parameters, gradients and states, which the small devices have no room for."""
+    topology, model = clusters(1, 1, devices=1), gpt_cost(4096, 30, vocabulary=512)
+    types = {
+        "large": dataclasses.replace(A100, memory_bytes=200 * 2**30),
+        "small": dataclasses.replace(A100, memory_bytes=40 * 2**30),
+    }
+    training = Training(batch_samples=4, gradient_ratio=2.0, state_ratio=6.0, least_state_ratio=6.0)
+    space = SearchSpace(pipeline=(2,), schedules=("1f1b",), partition="uniform", recomputation=(True,))
+
+    def costs(more: float = 0.0) -> CostModel:
+        devices = tuple(
+            dataclasses.replace(types[name], memory_bytes=types[name].memory_bytes + more * 2**30) for name in order
+        )
+        return CostModel(model, Network(topology, local_bytes_per_s=1e11), devices=devices, training=training)
+
+    with pytest.raises(NothingFitsError) as caught:
+        search(costs(), space)
+    assert caught.value.rank == order.index("small")
+    found = re.search(
+        r"devices with ([\d.]+) GiB more each, which is ([\d.]+) GiB on pipeline rank (\d)", str(caught.value)
+    )
+    assert found is not None, caught.value
+    more, needed = float(found[1]), float(found[2])
+    assert int(found[3]) == order.index("small") and needed == pytest.approx(40 + more, abs=0.11) and needed < 100
+    with pytest.raises(NothingFitsError):
+        search(costs(more - 0.1), space)
+    assert search(costs(more + 0.1), space).best.partition.layer_counts == (15, 15)
 
 
 def test_what_the_simulation_finds_too_large_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
