@@ -1,5 +1,6 @@
 """lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,7 +14,9 @@ from torch import nn
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
@@ -278,6 +281,69 @@ def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkey
     code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
     assert code == 2 and "Reads.training_step does not run on tensors without values" in err
     assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err
+
+
+def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_path):
+    """Two layers a rank; with AdamW's states they are 2.3 kB, half of that states, beside activations."""
+
+    def plan(memory: float, **asked: object) -> tuple[int, str, str]:
+        settings = {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 4, **asked}
+        given = [f"--trainer.strategy.init_args.{name}={value}" for name, value in settings.items()]
+        if "plan" in asked:
+            given = given[-1:]
+        head = ["plan", "--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.devices=2"]
+        device = f"--device_type=speed=1e12,memory={memory}"
+        return run(capsys, *head, *given, device, f"--model={__name__}.Runs", *options)
+
+    path = tmp_path / "plan.yaml"
+    options = ["--format=json", f"--output={path}"]
+    code, out, err = plan(1e6)
+    assert code == 0, err
+    roomy = json.loads(out[out.index("{") :])
+    assert roomy["memory_note"] is None
+    states = 2 * 4 * 2 * (64 + 8)
+    scarce = (max(roomy["best"]["memory_bytes"]) - states / 2) / 0.92
+    with_states, by_hand = "memory: with an optimizer that keeps two numbers", "memory: by its estimate "
+
+    options = ["--format=json"]
+    for memory, asked, words in (
+        (scarce, {"partition": "uniform"}, with_states),
+        (scarce, {}, with_states),
+        (scarce, {"partition": "[2,2]"}, by_hand),
+        (100, {"partition": "[2,2]"}, by_hand),
+        (100, {"plan": path}, by_hand),
+    ):
+        code, out, err = plan(memory, **asked)
+        assert code == 0, err
+        data = json.loads(out[out.index("{") :])
+        assert data["memory_note"].startswith(words) and "GiB a device are missing at the least" in data["memory_note"]
+        assert data["best"]["partition"] == [2, 2]
+        held = max(roomy["best"]["memory_bytes"]) - (states if words == with_states else 0)
+        assert max(data["best"]["memory_bytes"]) == held
+
+    whole = tmp_path / "whole.yaml"  # as a run without a pipeline writes it
+    saved = dataclasses.replace(
+        Plan.load(path),
+        pipeline_parallel_size=1,
+        data_parallel_size=2,
+        layers=WHOLE_MODULE,
+        partition=Partition((1,)),
+        placement=Placement(((0, 1),)),
+        clusters=("cluster0",),
+        groups=(),
+    )
+    saved.save(whole)
+    code, out, err = plan(100, plan=whole)
+    assert code == 0 and json.loads(out[out.index("{") :])["memory_note"].startswith(by_hand), err
+
+    code, _, err = plan(100)
+    assert code == 2 and "fits none of" in err and "an optimizer that keeps nothing" in err
+
+    written = tmp_path / "scarce.yaml"
+    options = [f"--output={written}"]
+    code, out, err = plan(scarce)
+    assert code == 0 and f"WARNING: {with_states}" in " ".join(out.split()), err
+    assert any(note.startswith(with_states) for note in Plan.load(written).notes)
 
 
 def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):

@@ -83,7 +83,8 @@ def run_plan(
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
-    result = search(cost_model, _space(request, asked.plan_options, is_plan="plan" in given))
+    space = _space(request, asked.plan_options, is_plan="plan" in given, num_layers=cost_model.model.num_layers)
+    result = search(cost_model, space)
     if request.output is not None:
         make_best_plan(result, cost_model, asked.plan_options).save(request.output)
     if request.format == "json":
@@ -420,6 +421,8 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
         f"lightning-holmes plan: {best.step_s:.3g} s a step by prediction; {best.reason}",
         f"batch: {best.batch_samples // layout.data} samples a replica, {best.batch_samples} a step; the data loader must give them",
     ]
+    if result.memory_note is not None:
+        notes.append(result.memory_note)
     if best.run.recomputation:
         notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
     return make_plan(
@@ -455,7 +458,7 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
     return samples * max(1, topology.num_devices // (size * tensor))
 
 
-def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> SearchSpace:
+def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layers: int) -> SearchSpace:
     """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
     space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
     space["recomputation"] = (False, True) if request.recomputation else (False,)
@@ -473,6 +476,8 @@ def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> Search
     if asked.schedule != "auto":
         space["schedules"] = (asked.schedule,)
     space["partition"] = asked.partition if isinstance(asked.partition, str) else tuple(asked.partition)
+    if is_plan and space["partition"] == "uniform":  # of the whole module, on one stage
+        space["partition"] = (num_layers,)
     return SearchSpace(**space)
 
 

@@ -14,6 +14,13 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
+# what a run and the command say alike, around the error's message
+WITH_STATES = "memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, "
+BY_HAND = "memory: by its estimate "
+WAY_OUT = (
+    "That holds even for an optimizer that keeps nothing beside the parameters. Layers of each stage that are given by hand, "
+    "partition=[...], are not held against the memory"
+)
 _GIB = 2.0**30
 
 

@@ -12,9 +12,10 @@ from lightning_holmes.plan import planner
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.planner import SearchSpace, search
-from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -141,18 +142,27 @@ def test_4096_devices_in_five_clusters_in_under_20_seconds() -> None:
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
-    # one device; 12 GB parameters need 12 * (1 + 2 + 6) GB
-    costs = cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4)
+    # one device; 37 GB parameters need 37 * (1 + 2) GB without an optimizer's states
+    costs = cost_model(gpt_cost(4096, 90), clusters(1, devices=1), 4)
     with pytest.raises(ConfigurationError) as caught:
         search(costs)
     message = str(caught.value)
-    for words in ("fits none of", "GiB a device are missing", "devices with", "more devices", "tensor parallelism"):
+    for words in (
+        "fits none of",
+        "GiB a device are missing",
+        "devices with",
+        "more devices",
+        "tensor parallelism",
+        WAY_OUT,
+    ):
         assert words in message
     missing = float(message.split(" GiB a device are missing")[0].split()[-1])
     needed = float(message.split("devices with ")[1].split(" GiB each")[0])
     bigger = dataclasses.replace(A100, memory_bytes=(needed + 0.1) * 2**30)
     assert missing > 20
-    assert search(cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4, device=bigger)).best.run.recomputation
+    found = search(cost_model(gpt_cost(4096, 90), clusters(1, devices=1), 4, device=bigger))
+    assert found.best.run.recomputation and fits(found.best)
+    assert found.memory_note is not None and found.memory_note.startswith(WITH_STATES)
 
 
 @pytest.mark.parametrize("order", [("large", "small"), ("small", "large")])
@@ -212,8 +222,26 @@ def test_a_cure_that_is_named_cures() -> None:
     model, topology = gpt_cost(4096, 30), clusters(1)
     space = SearchSpace(pipeline=(1,))
     with pytest.raises(ConfigurationError, match="What would make it fit: a sharded optimizer"):
-        search(cost_model(model, topology, 64, memory_share=0.8), space)
-    search(cost_model(model, topology, 64, memory_share=0.8, sharded_optimizer=True), space)
+        search(cost_model(model, topology, 64, memory_share=0.8, least_state_ratio=6.0), space)
+    note = search(cost_model(model, topology, 64, memory_share=0.8), space).memory_note
+    assert note is not None and "What would make it fit: a sharded optimizer" in note
+    cured = search(cost_model(model, topology, 64, memory_share=0.8, sharded_optimizer=True), space)
+    assert cured.memory_note is None and fits(cured.best)
+
+
+def test_layers_by_hand_that_do_not_fit_are_planned_and_noted() -> None:
+    costs = cost_model(gpt_cost(4096, 90), clusters(1, devices=2), 4)
+    space = SearchSpace(pipeline=(2,), partition=(80, 10), num_microbatches=(4,), schedules=("1f1b",))
+    found = search(costs, space)
+    assert found.best.partition.layer_counts == (80, 10) and not fits(found.best)
+    assert found.memory_note is not None and found.memory_note.startswith(BY_HAND)
+    missing = float(found.memory_note.split(" GiB a device are missing")[0].split()[-1])
+    lacking = min(
+        max(mine - most for mine, most in zip(entry.memory_bytes, entry.memory_limits, strict=True))
+        for entry in (found.best, *found.runners_up)
+    )
+    assert missing == pytest.approx(lacking / 2**30, abs=0.01), "with AdamW's states"
+    assert found.best.reason.startswith("the fastest: "), "not: that fits"
 
 
 def test_sizes_that_do_not_go_together_are_named() -> None:
