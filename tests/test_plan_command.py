@@ -1,5 +1,6 @@
 """lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,7 +14,9 @@ from torch import nn
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
@@ -166,6 +169,36 @@ class Runs(Reads):
         return 2 * self.blocks(batch).square().mean()
 
 
+class Late(Runs):
+    """Its blocks are made by configure_model, beside a parameter of ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def configure_model(self):
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+class Adapted(Runs):
+    """configure_model adds to layers that ``__init__`` has made; twice, and they would be there twice."""
+
+    def configure_model(self):
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = nn.Sequential(block, nn.Linear(8, 8, bias=False))
+
+
+class Shares(Runs):
+    """configure_model takes a device mesh for granted."""
+
+    def configure_model(self):
+        self.device_mesh["tensor_parallel"]
+
+
 class Bare(Runs):
     """The same without a batch."""
 
@@ -186,6 +219,32 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
     reads, runs = (data["model"]["layers"] for data in found)
     assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
+
+
+@pytest.mark.parametrize("profile", ["fake", "measure"])
+def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, profile):
+    found = {}
+    for name in ("Runs", "Late", "Adapted"):
+        path = tmp_path / f"{name}.yaml"
+        options = ["--format=json", f"--profile={profile}", f"--output={path}", f"--model={__name__}.{name}"]
+        code, out, err = run(capsys, *SMALL, *options)
+        assert code == 0, err
+        found[name] = json.loads(out[out.index("{") :])["model"]
+        module = globals()[name]()
+        module.configure_model()
+        size = sum(p.numel() for p in module.parameters())
+        assert found[name]["num_parameters"] == Plan.load(path).made_for.num_parameters == size
+    assert [model["layer_list"] for model in found.values()] == ["blocks"] * 3
+    bytes_of = {name: [layer["parameter_bytes"] for layer in model["layers"]] for name, model in found.items()}
+    assert bytes_of["Late"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4
+    assert bytes_of["Adapted"] == [4 * (64 + 8 + 64)] * 4
+    if profile == "fake":
+        assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
+
+
+def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Shares")
+    assert code == 2 and "Shares.configure_model" in err and "only if self.device_mesh is not None" in err
 
 
 @pytest.mark.parametrize(
@@ -222,6 +281,69 @@ def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkey
     code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
     assert code == 2 and "Reads.training_step does not run on tensors without values" in err
     assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err
+
+
+def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_path):
+    """Two layers a rank; with AdamW's states they are 2.3 kB, half of that states, beside activations."""
+
+    def plan(memory: float, **asked: object) -> tuple[int, str, str]:
+        settings = {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 4, **asked}
+        given = [f"--trainer.strategy.init_args.{name}={value}" for name, value in settings.items()]
+        if "plan" in asked:
+            given = given[-1:]
+        head = ["plan", "--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.devices=2"]
+        device = f"--device_type=speed=1e12,memory={memory}"
+        return run(capsys, *head, *given, device, f"--model={__name__}.Runs", *options)
+
+    path = tmp_path / "plan.yaml"
+    options = ["--format=json", f"--output={path}"]
+    code, out, err = plan(1e6)
+    assert code == 0, err
+    roomy = json.loads(out[out.index("{") :])
+    assert roomy["memory_note"] is None
+    states = 2 * 4 * 2 * (64 + 8)
+    scarce = (max(roomy["best"]["memory_bytes"]) - states / 2) / 0.92
+    with_states, by_hand = "memory: with an optimizer that keeps two numbers", "memory: by its estimate "
+
+    options = ["--format=json"]
+    for memory, asked, words in (
+        (scarce, {"partition": "uniform"}, with_states),
+        (scarce, {}, with_states),
+        (scarce, {"partition": "[2,2]"}, by_hand),
+        (100, {"partition": "[2,2]"}, by_hand),
+        (100, {"plan": path}, by_hand),
+    ):
+        code, out, err = plan(memory, **asked)
+        assert code == 0, err
+        data = json.loads(out[out.index("{") :])
+        assert data["memory_note"].startswith(words) and "GiB a device are missing at the least" in data["memory_note"]
+        assert data["best"]["partition"] == [2, 2]
+        held = max(roomy["best"]["memory_bytes"]) - (states if words == with_states else 0)
+        assert max(data["best"]["memory_bytes"]) == held
+
+    whole = tmp_path / "whole.yaml"  # as a run without a pipeline writes it
+    saved = dataclasses.replace(
+        Plan.load(path),
+        pipeline_parallel_size=1,
+        data_parallel_size=2,
+        layers=WHOLE_MODULE,
+        partition=Partition((1,)),
+        placement=Placement(((0, 1),)),
+        clusters=("cluster0",),
+        groups=(),
+    )
+    saved.save(whole)
+    code, out, err = plan(100, plan=whole)
+    assert code == 0 and json.loads(out[out.index("{") :])["memory_note"].startswith(by_hand), err
+
+    code, _, err = plan(100)
+    assert code == 2 and "fits none of" in err and "an optimizer that keeps nothing" in err
+
+    written = tmp_path / "scarce.yaml"
+    options = [f"--output={written}"]
+    code, out, err = plan(scarce)
+    assert code == 0 and f"WARNING: {with_states}" in " ".join(out.split()), err
+    assert any(note.startswith(with_states) for note in Plan.load(written).notes)
 
 
 def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):

@@ -83,7 +83,8 @@ def run_plan(
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
-    result = search(cost_model, _space(request, asked.plan_options, is_plan="plan" in given))
+    space = _space(request, asked.plan_options, is_plan="plan" in given, num_layers=cost_model.model.num_layers)
+    result = search(cost_model, space)
     if request.output is not None:
         make_best_plan(result, cost_model, asked.plan_options).save(request.output)
     if request.format == "json":
@@ -218,9 +219,22 @@ def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
 
 
 def configured(model: LightningModule) -> LightningModule:
-    """The same module, with what it leaves to configure_model, which a trainer would call."""
-    if next(model.parameters(), None) is None:
+    """The same module behind configure_model, which a trainer calls once whatever ``__init__`` has built.
+
+    Raises:
+        UnsupportedModuleError: configure_model needs the device mesh of a run.
+    """
+    try:
         model.configure_model()
+    except (AttributeError, TypeError) as error:
+        code = getattr(type(model).configure_model, "__code__", None)
+        if "NoneType" not in str(error) or code is None or "device_mesh" not in code.co_names:
+            raise
+        name = type(model).__name__
+        raise UnsupportedModuleError(
+            f"{name}.configure_model does not run where self.device_mesh is None ({error}); here there are no ranks, and "
+            "the whole module is planned with: have it share its layers out only if self.device_mesh is not None"
+        ) from error
     return model
 
 
@@ -407,6 +421,8 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
         f"lightning-holmes plan: {best.step_s:.3g} s a step by prediction; {best.reason}",
         f"batch: {best.batch_samples // layout.data} samples a replica, {best.batch_samples} a step; the data loader must give them",
     ]
+    if result.memory_note is not None:
+        notes.append(result.memory_note)
     if best.run.recomputation:
         notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
     return make_plan(
@@ -442,7 +458,7 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
     return samples * max(1, topology.num_devices // (size * tensor))
 
 
-def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> SearchSpace:
+def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layers: int) -> SearchSpace:
     """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
     space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
     space["recomputation"] = (False, True) if request.recomputation else (False,)
@@ -460,6 +476,8 @@ def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool) -> Search
     if asked.schedule != "auto":
         space["schedules"] = (asked.schedule,)
     space["partition"] = asked.partition if isinstance(asked.partition, str) else tuple(asked.partition)
+    if is_plan and space["partition"] == "uniform":  # of the whole module, on one stage
+        space["partition"] = (num_layers,)
     return SearchSpace(**space)
 
 

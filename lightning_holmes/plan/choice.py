@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
+from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES, Lack, lack_of, nothing_fits
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, fits, predict
@@ -31,10 +31,6 @@ _NEARLY = 0.01  # candidates so near each other are told apart by simplicity
 _COUNTED_GAIN = 0.08  # what more microbatches must save where FLOPs were counted: small kernels lose more than is known
 _INTERLEAVING_GAIN = 0.05  # what interleaving must save: more messages and more work a stage than its costs know
 _CHUNKS_TRIED = (2, 3, 4)
-_WAY_OUT = (
-    "That holds even for an optimizer that keeps nothing beside the parameters. Layers of each stage that are given by hand, "
-    "partition=[...], are not held against the memory"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +116,14 @@ def choose_by_costs(
     """
     num_layers = cost_model.model.num_layers
     found: list[tuple[RunShape, Prediction]] = []
-    lacking: list[tuple[float, int]] = []
+    lacking: list[Lack] = []
     trouble: ConfigurationError | None = None
     notes: list[str] = []
     for run in _runs(options, layout, batch_size, num_layers, not_interleaved is None):
         try:
             partition = _deal(options, cost_model, run, limit_memory=True)
         except NothingFitsError as error:
-            lacking.append((error.excess_bytes, error.rank))
+            lacking.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
             partition = _deal(options, cost_model, run, limit_memory=False)
         except ConfigurationError as error:
             trouble = trouble or error
@@ -144,13 +140,12 @@ def choose_by_costs(
         raise trouble
     fitting = [(run, made) for run, made in found if fits(made)]
     if not fitting:
-        lacking += [excess_of(made) for _, made in found]
-        excess, rank = min(lacking)
-        reason = nothing_fits(cost_model, [run for run, _ in found], excess_bytes=excess, rank=rank)
+        lacking += [lack_of(made) for _, made in found]
+        reason = nothing_fits(cost_model, [run for run, _ in found], lacks=lacking)
         if isinstance(options.partition, str) and options.leaves_open:
             bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
             if bare == cost_model.training:
-                raise NothingFitsError(f"{reason}. {_WAY_OUT}", excess_bytes=excess, rank=rank)
+                raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
             # which optimizer it will be is not known yet
             choice = choose_by_costs(
                 options,
@@ -161,11 +156,8 @@ def choose_by_costs(
                 prefers_eager=prefers_eager,
                 described=described,
             )
-            note = (
-                f"memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, {reason}"
-            )
-            return replace(choice, notes=(*choice.notes, note))
-        notes.append(f"memory: by its estimate {reason}")
+            return replace(choice, notes=(*choice.notes, f"{WITH_STATES}{reason}"))
+        notes.append(f"{BY_HAND}{reason}")
     found = fitting or found
     plain = min((p.step_s for run, p in found if run.num_chunks == 1), default=math.inf)
     kept = [(r, p) for r, p in found if r.num_chunks == 1 or p.step_s < plain * (1 - _INTERLEAVING_GAIN)]

@@ -1,12 +1,12 @@
 """What is said where no plan fits the memory: by how much, and what would make it fit.
 
-raise nothing_fits(cost_model, runs, excess_bytes=3e9, rank=1)
+raise nothing_fits(cost_model, runs, lacks=[lack_of(prediction)])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
@@ -14,23 +14,37 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
+# what a run and the command say alike, around the error's message
+WITH_STATES = "memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, "
+BY_HAND = "memory: by its estimate "
+WAY_OUT = (
+    "That holds even for an optimizer that keeps nothing beside the parameters. Layers of each stage that are given by hand, "
+    "partition=[...], are not held against the memory"
+)
 _GIB = 2.0**30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """What one way of running a step lacks: bytes of a device on its pipeline rank that lacks the most; negative where it
+    fits."""
+
+    run: RunShape
+    excess_bytes: float
+    rank: int
+
+
 def nothing_fits(
-    cost_model: CostModel,
-    runs: Sequence[RunShape],
-    *,
-    excess_bytes: float,
-    rank: int,
-    recomputation: Sequence[bool] = (False,),
+    cost_model: CostModel, runs: Sequence[RunShape], *, lacks: Sequence[Lack], recomputation: Sequence[bool] = (False,)
 ) -> NothingFitsError:
     """The error, whose message says what would make one of ``runs`` fit.
 
     Args:
-        excess_bytes: what is missing on pipeline rank ``rank`` of the run that comes nearest.
+        lacks: of those that were looked at; the least is told.
         recomputation: what has been tried of it.
     """
+    least = min(lacks, key=lambda lack: lack.excess_bytes)
+    excess_bytes, rank = least.excess_bytes, least.rank
     training, model = cost_model.training, cost_model.model
     cures = []
     changes: list[tuple[str, bool, bool]] = [
@@ -48,8 +62,13 @@ def nothing_fits(
         if any(_can_fit(other, run) for run in _smallest(runs, allowed)):
             cures.append(what)
             break
-    limit = max(max(cost_model.memory_limits(run.layout)) for run in runs)
-    cures.append(f"devices with {(limit + excess_bytes) / training.memory_share / _GIB:.1f} GiB each")
+    limits = cost_model.memory_limits(least.run.layout)
+    needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
+    if len(set(limits)) == 1:
+        cures.append(f"devices with {needed} each")
+    else:  # the others may lack as much
+        more = f"{excess_bytes / training.memory_share / _GIB:.1f} GiB"
+        cures.append(f"devices with {more} more each, which is {needed} on pipeline rank {rank}")
     if max(run.layout.tensor for run in runs) == 1:
         cures.append("tensor parallelism, if the module knows it (tensor sizes above 1 were not allowed)")
     cures.append("more devices")
@@ -62,10 +81,11 @@ def nothing_fits(
     )
 
 
-def excess_of(entry: Prediction) -> tuple[float, int]:
-    """The bytes that a prediction lacks on the pipeline rank that lacks the most, negative where it fits; and that rank."""
+def lack_of(entry: Prediction) -> Lack:
+    """What a prediction lacks."""
     lacking = (mine - limit for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
-    return max((excess, rank) for rank, excess in enumerate(lacking))
+    excess, rank = max((excess, rank) for rank, excess in enumerate(lacking))
+    return Lack(run=entry.run, excess_bytes=excess, rank=rank)
 
 
 def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[RunShape]:

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.plan_table import HEADINGS, describe_left_out, describe_task, format_bytes, prediction_cells
+from lightning_holmes.plan.plan_table import (
+    HEADINGS,
+    describe_left_out,
+    describe_memory,
+    describe_task,
+    format_bytes,
+    prediction_cells,
+)
 from lightning_holmes.plan.planner import SearchResult
 from lightning_holmes.plan.timeline_plot import timeline_svg
 
@@ -35,11 +42,12 @@ def plan_page(result: SearchResult, cost_model: CostModel) -> str:
         rows.append(f"<tr{best}>{cells}</tr>")
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     others = "".join(f"<li>{escape(f'{entry.run}: {entry.reason}')}</li>" for entry in result.runners_up)
+    memory = f"<p><strong>{escape(describe_memory(result.memory_note))}</strong></p>\n" if result.memory_note else ""
     picture = timeline_svg([result.best.timeline], title=str(result.best.run))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>lightning-holmes plan</title>'
         f"<style>{_STYLE}</style></head><body>\n<h1>Plan</h1>\n<p>{escape(describe_task(cost_model))}</p>\n"
-        f"<h2>Topology</h2>\n{_topology_tables(cost_model)}\n"
+        f"{memory}<h2>Topology</h2>\n{_topology_tables(cost_model)}\n"
         f"<h2>Plans, the best first</h2>\n<table><tr>{headings}</tr>\n{chr(10).join(rows)}</table>\n"
         f'<p>Chosen: {escape(f"{result.best.run}: {result.best.reason}")}</p>\n<ol start="2">{others}</ol>\n'
         f"<p>{escape(describe_left_out(result))}</p>\n<h2>One step of the best plan</h2>\n{picture}\n</body></html>\n"

@@ -91,6 +91,8 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     stream = file if file is not None else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
     console.print(Text(describe_task(cost_model)))
+    if result.memory_note is not None:
+        console.print(Text(describe_memory(result.memory_note), style="bold red"))
     table = Table(title="Plans, the best first", title_justify="left", title_style="bold")
     for heading in HEADINGS:
         table.add_column(Text(heading))
@@ -118,6 +120,11 @@ def describe_task(cost_model: CostModel) -> str:
     )
 
 
+def describe_memory(note: str) -> str:
+    """The search's memory_note as a line that is not overlooked."""
+    return f"WARNING: {note}"
+
+
 def describe_left_out(result: SearchResult) -> str:
     """How many candidates there were, and why the others were not simulated."""
     parts = "; ".join(
@@ -140,4 +147,5 @@ def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
         "runners_up": [entry.to_data() for entry in result.runners_up],
         "num_candidates": result.num_candidates,
         "left_out": dict(result.left_out),
+        "memory_note": result.memory_note,
     }

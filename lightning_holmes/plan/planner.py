@@ -23,7 +23,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
-from lightning_holmes.plan.not_fitting import excess_of, nothing_fits
+from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES, Lack, lack_of, nothing_fits
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
@@ -65,12 +65,16 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan and the ones behind it. left_out: why candidates were not looked at, and how many."""
+    """The best plan and the ones behind it. left_out: why candidates were not looked at, and how many.
+
+    memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
+    """
 
     best: Prediction
     runners_up: tuple[Prediction, ...]
     num_candidates: int
     left_out: dict[str, int]
+    memory_note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +91,44 @@ class _Looked:
 
 
 def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchResult:
-    """The fastest plan that fits.
+    """The fastest plan that fits; as in a run (choice.py) also where only an optimizer with fewer states than AdamW's does,
+    and with layers that are given by hand where nothing fits. The result's memory_note says so.
 
     Raises:
         ConfigurationError: nothing can run: no sizes go together, or nothing fits the memory; then it says by
             how much and what would make it fit.
     """
     space = space or SearchSpace()
+    try:
+        return _search(cost_model, space)
+    except NothingFitsError as error:
+        reason = error
+    if not isinstance(space.partition, str):
+        found = _search(cost_model, space, limit_memory=False)
+        return replace(found, memory_note=f"{BY_HAND}{reason}")
+    bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
+    if bare == cost_model.training:
+        raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
+    return replace(search(cost_model.with_training(bare), space), memory_note=f"{WITH_STATES}{reason}")
+
+
+def _search(cost_model: CostModel, space: SearchSpace, *, limit_memory: bool = True) -> SearchResult:
     left_out: Counter[str] = Counter()
     candidates = sorted(_candidates(cost_model, space, left_out), key=lambda entry: entry.bound_s)
     if not candidates:
         raise _nothing_to_try(cost_model, space, left_out)
     wanted = _SIMULATED + space.runners_up
     looked: list[_Looked] = []
-    least: NothingFitsError | None = None
+    lacking: list[Lack] = []
     for index, candidate in enumerate(candidates):
         if len(looked) >= wanted and candidate.bound_s > looked[wanted - 1].estimate_s:
             left_out["cannot be faster than the plans listed, by its lower bound"] += len(candidates) - index
             break
         try:
-            partition = _deal(cost_model, candidate.run, space.partition)
+            partition = _deal(cost_model, candidate.run, space.partition, limit_memory=limit_memory)
         except NothingFitsError as error:
             left_out["does not fit the memory"] += 1
-            if least is None or error.excess_bytes < least.excess_bytes:
-                least = error
+            lacking.append(Lack(run=candidate.run, excess_bytes=error.excess_bytes, rank=error.rank))
             continue
         except ConfigurationError:
             left_out["no partition of the layers"] += 1
@@ -123,10 +141,10 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
         if len(fitting) == wanted:
             break
         made.append(predict(cost_model, entry.run, entry.partition))
-        if fits(made[-1]):
+        if not limit_memory or fits(made[-1]):
             fitting.append(made[-1])
-    if not fitting:  # one that does not fit is never taken
-        raise _nothing_fits(cost_model, space, candidates, least, made)
+    if not fitting:
+        raise _nothing_fits(cost_model, space, candidates, [*lacking, *map(lack_of, made)])
     if len(fitting) < len(made):
         left_out["does not fit the memory"] += len(made) - len(fitting)
     ranked = sorted(fitting, key=_rank)
@@ -214,10 +232,10 @@ def _lower_bound(cost_model: CostModel, run: RunShape) -> float:
     return run.num_microbatches * _total_work(model) / sum(cost_model.speeds(run.layout))
 
 
-def _deal(cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...]) -> Partition:
+def _deal(cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool) -> Partition:
     stages = run.layout.pipeline * run.num_chunks
     layers = cost_model.model.num_layers
-    balance = cost_model.balance(run)
+    balance = cost_model.balance(run, limit_memory=limit_memory)
     by_rank = cost_model.speeds(run.layout)
     speeds = [
         by_rank[rank_of_stage(run.schedule, stage, pipeline_parallel_size=run.layout.pipeline)]
@@ -312,7 +330,7 @@ def _why(best: Prediction, others: Sequence[Prediction]) -> str:
     parts = sorted(_where_time_goes(best).items(), key=lambda entry: -entry[1])
     shown = ", ".join(f"{seconds / best.step_s:.0%} {what}" for what, seconds in parts if seconds >= 0.01 * best.step_s)
     ahead = f"; the next one takes {others[0].step_s / best.step_s:.2f}x as long" if others else ""
-    return f"the fastest that fits: {shown}{ahead}"
+    return f"the fastest{' that fits' if fits(best) else ''}: {shown}{ahead}"
 
 
 def _why_not(entry: Prediction, best: Prediction) -> str:
@@ -340,17 +358,12 @@ def _nothing_fits(
     cost_model: CostModel,
     space: SearchSpace,
     candidates: Sequence[_Candidate],
-    least: NothingFitsError | None,
-    made: Sequence[Prediction],
+    lacks: Sequence[Lack],
 ) -> ConfigurationError:
-    lacking = [excess_of(entry) for entry in made]
-    if least is not None:
-        lacking.append((least.excess_bytes, least.rank))
-    if not lacking:
+    if not lacks:
         return ConfigurationError(
             f"no partition={space.partition!r} of the {cost_model.model.num_layers} layers goes with any of "
             f'{len(candidates)} plans; use partition="self_adapting"'
         )
-    excess, rank = min(lacking)
     runs = [candidate.run for candidate in candidates]
-    return nothing_fits(cost_model, runs, excess_bytes=excess, rank=rank, recomputation=space.recomputation)
+    return nothing_fits(cost_model, runs, lacks=lacks, recomputation=space.recomputation)

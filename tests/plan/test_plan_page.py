@@ -1,5 +1,6 @@
 """What a search looks like: table, JSON, picture and page."""
 
+import dataclasses
 import io
 import json
 import re
@@ -57,9 +58,30 @@ def test_table(searched: tuple[SearchResult, CostModel]) -> None:
     assert "TFLOPS/GPU" in text and "infiniband" in text
 
 
+def test_what_plans_lack_is_told_everywhere(searched: tuple[SearchResult, CostModel]) -> None:
+    result, costs = searched
+    stream = io.StringIO()
+    print_search(result, costs, file=stream)
+    assert "WARNING" not in stream.getvalue() + plan_page(result, costs)
+    result = dataclasses.replace(result, memory_note="memory: 2 < 3 GiB")
+    print_search(result, costs, file=stream)
+    assert "\nWARNING: memory: 2 < 3 GiB\n" in stream.getvalue()
+    assert "<strong>WARNING: memory: 2 &lt; 3 GiB</strong>" in plan_page(result, costs)
+    assert search_data(result, costs)["memory_note"] == "memory: 2 < 3 GiB"
+
+
 def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) -> None:
     data = json.loads(json.dumps(search_data(*searched), allow_nan=False))
-    assert set(data) == {"model", "batch_samples", "clusters", "best", "runners_up", "num_candidates", "left_out"}
+    assert set(data) == {
+        "model",
+        "batch_samples",
+        "clusters",
+        "best",
+        "runners_up",
+        "num_candidates",
+        "left_out",
+        "memory_note",
+    }
     assert Timeline.from_data(data["best"].pop("timeline")).step_s == data["best"]["step_s"]
     assert all(set(entry) == set(data["best"]) for entry in data["runners_up"])
     assert ModelCost.from_data(data["model"]) == searched[1].model

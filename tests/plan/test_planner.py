@@ -1,6 +1,7 @@
 """The search: against trying everything, fast on thousands of devices, and clear where nothing fits."""
 
 import dataclasses
+import re
 import time
 
 import pytest
@@ -11,11 +12,13 @@ from lightning_holmes.plan import planner
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.planner import SearchSpace, search
-from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
 A100 = find_device_type("A100-80GB")
@@ -139,18 +142,58 @@ def test_4096_devices_in_five_clusters_in_under_20_seconds() -> None:
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
-    # one device; 12 GB parameters need 12 * (1 + 2 + 6) GB
-    costs = cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4)
+    # one device; 37 GB parameters need 37 * (1 + 2) GB without an optimizer's states
+    costs = cost_model(gpt_cost(4096, 90), clusters(1, devices=1), 4)
     with pytest.raises(ConfigurationError) as caught:
         search(costs)
     message = str(caught.value)
-    for words in ("fits none of", "GiB a device are missing", "devices with", "more devices", "tensor parallelism"):
+    for words in (
+        "fits none of",
+        "GiB a device are missing",
+        "devices with",
+        "more devices",
+        "tensor parallelism",
+        WAY_OUT,
+    ):
         assert words in message
     missing = float(message.split(" GiB a device are missing")[0].split()[-1])
     needed = float(message.split("devices with ")[1].split(" GiB each")[0])
     bigger = dataclasses.replace(A100, memory_bytes=(needed + 0.1) * 2**30)
     assert missing > 20
-    assert search(cost_model(gpt_cost(4096, 30), clusters(1, devices=1), 4, device=bigger)).best.run.recomputation
+    found = search(cost_model(gpt_cost(4096, 90), clusters(1, devices=1), 4, device=bigger))
+    assert found.best.run.recomputation and fits(found.best)
+    assert found.memory_note is not None and found.memory_note.startswith(WITH_STATES)
+
+
+@pytest.mark.parametrize("order", [("large", "small"), ("small", "large")])
+def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[str, str]) -> None:
+    """Fifteen layers a rank: 59 GB of parameters, gradients and states, which the small devices have no room for."""
+    topology, model = clusters(1, 1, devices=1), gpt_cost(4096, 30, vocabulary=512)
+    types = {
+        "large": dataclasses.replace(A100, memory_bytes=200 * 2**30),
+        "small": dataclasses.replace(A100, memory_bytes=40 * 2**30),
+    }
+    training = Training(batch_samples=4, gradient_ratio=2.0, state_ratio=6.0, least_state_ratio=6.0)
+    space = SearchSpace(pipeline=(2,), schedules=("1f1b",), partition="uniform", recomputation=(True,))
+
+    def costs(more: float = 0.0) -> CostModel:
+        devices = tuple(
+            dataclasses.replace(types[name], memory_bytes=types[name].memory_bytes + more * 2**30) for name in order
+        )
+        return CostModel(model, Network(topology, local_bytes_per_s=1e11), devices=devices, training=training)
+
+    with pytest.raises(NothingFitsError) as caught:
+        search(costs(), space)
+    assert caught.value.rank == order.index("small")
+    found = re.search(
+        r"devices with ([\d.]+) GiB more each, which is ([\d.]+) GiB on pipeline rank (\d)", str(caught.value)
+    )
+    assert found is not None, caught.value
+    more, needed = float(found[1]), float(found[2])
+    assert int(found[3]) == order.index("small") and needed == pytest.approx(40 + more, abs=0.11) and needed < 100
+    with pytest.raises(NothingFitsError):
+        search(costs(more - 0.1), space)
+    assert search(costs(more + 0.1), space).best.partition.layer_counts == (15, 15)
 
 
 def test_what_the_simulation_finds_too_large_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +222,26 @@ def test_a_cure_that_is_named_cures() -> None:
     model, topology = gpt_cost(4096, 30), clusters(1)
     space = SearchSpace(pipeline=(1,))
     with pytest.raises(ConfigurationError, match="What would make it fit: a sharded optimizer"):
-        search(cost_model(model, topology, 64, memory_share=0.8), space)
-    search(cost_model(model, topology, 64, memory_share=0.8, sharded_optimizer=True), space)
+        search(cost_model(model, topology, 64, memory_share=0.8, least_state_ratio=6.0), space)
+    note = search(cost_model(model, topology, 64, memory_share=0.8), space).memory_note
+    assert note is not None and "What would make it fit: a sharded optimizer" in note
+    cured = search(cost_model(model, topology, 64, memory_share=0.8, sharded_optimizer=True), space)
+    assert cured.memory_note is None and fits(cured.best)
+
+
+def test_layers_by_hand_that_do_not_fit_are_planned_and_noted() -> None:
+    costs = cost_model(gpt_cost(4096, 90), clusters(1, devices=2), 4)
+    space = SearchSpace(pipeline=(2,), partition=(80, 10), num_microbatches=(4,), schedules=("1f1b",))
+    found = search(costs, space)
+    assert found.best.partition.layer_counts == (80, 10) and not fits(found.best)
+    assert found.memory_note is not None and found.memory_note.startswith(BY_HAND)
+    missing = float(found.memory_note.split(" GiB a device are missing")[0].split()[-1])
+    lacking = min(
+        max(mine - most for mine, most in zip(entry.memory_bytes, entry.memory_limits, strict=True))
+        for entry in (found.best, *found.runners_up)
+    )
+    assert missing == pytest.approx(lacking / 2**30, abs=0.01), "with AdamW's states"
+    assert found.best.reason.startswith("the fastest: "), "not: that fits"
 
 
 def test_sizes_that_do_not_go_together_are_named() -> None:
