@@ -169,8 +169,7 @@ class HolmesCLI(LightningCLI):
 
     def run_check(self) -> None:
         options = self.config_init[CHECK]
-        if next(self.model.parameters(), None) is None:  # left to configure_model, which a trainer would call
-            self.model.configure_model()
+        self.model.configure_model()  # as a trainer would, whatever __init__ has built
         arguments = {**_CHECK_DEFAULTS, **self.strategy_args}
         for name in ("pipeline_parallel_size", "num_microbatches", "schedule"):
             if options[name] is not None:
