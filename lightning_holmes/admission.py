@@ -26,6 +26,9 @@ from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
+_TORCH_CLIPPING = frozenset(
+    {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"}
+)
 _CLIPPING_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 _BATCH_HOOKS = {
     "training_step": (
@@ -217,7 +220,7 @@ def _refuse_clipping(module: "pl.LightningModule", callbacks: Sequence["pl.Callb
         for hook in _CLIPPING_HOOKS:
             if not hasattr(base, hook) or not is_overridden(hook, owner, base):
                 continue
-            if any(n.startswith("clip_grad") and n != "clip_gradients" for n in _names_of(getattr(owner, hook))):
+            if _TORCH_CLIPPING.intersection(_names_of(getattr(owner, hook))):
                 raise UnsupportedModuleError(
                     f"{type(owner).__name__}.{hook} clips by torch.nn.utils, which sees one stage's gradients; give "
                     f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
