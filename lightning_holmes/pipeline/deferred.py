@@ -11,6 +11,8 @@ tensor is built is tape.py's; what a stage holds is for stage.py to say.
     deferred.materialise({"layers.0.weight"}, read=None)
 """
 
+import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from lightning_holmes.pipeline.tape import Tape, is_absent
 from lightning_holmes.torch_private import fake_mode_of
 
 _SMALL = 1 << 14  # parameters of so few elements stand in for themselves: norms, biases
+_LARGE = 1 << 20  # bytes, of tensors that are worth giving back
 _SHOWN = 10
 
 
@@ -187,10 +190,19 @@ class DeferredModule:
                 real = self._tape.realise(tensor)
                 if sharded.is_split(tensor):  # it may be a view of the whole
                     real = real.clone()
+                    if tensor.numel() * tensor.element_size() >= _LARGE:
+                        _give_back_freed_memory()
             else:
                 real = torch.zeros(part.shape, dtype=tensor.dtype, device=device)
             built.append((tensor, _like(real, tensor)))
         _replace(module, built)
+
+
+def _give_back_freed_memory() -> None:
+    """Return what is freed to the system: whole tensors, of which a rank keeps a part, leave holes between the parts, which
+    glibc keeps; they came to as much as the parts."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -43,9 +43,9 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
             until = time.monotonic() + 150
             while time.monotonic() < until and not (path.exists() and int(path.read_text() or 0) >= SLOWED_AT):
                 time.sleep(0.02)
+            slowed.append(path.read_text())  # before: the first host's rate already holds back the step that runs
             for host in bed.hosts:
                 bed.set_rate(f"{host}.eth0", AFTER)
-            slowed.append(path.read_text())
 
         watching = threading.Thread(target=slow_down)
         watching.start()
