@@ -194,6 +194,7 @@ def make_cases() -> dict[str, Case]:
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
     cases += [make_case(*levels, **options) for *levels, options in SPLIT_OPTIONS]
+    cases += [make_case(*levels) for levels in EIGHT_RANKS]
     return dict(cases) | make_uneven_cases()
 
 
@@ -237,6 +238,12 @@ SPLIT_OPTIONS: tuple[tuple[str, tuple[int, int], str, str, dict[str, object]], .
     ("dit", (4, 1), "zero_bubble", "7in4", {"accumulate_grad_batches": 2}),
     ("gpt", (2, 2), "zero_bubble_v", "4", {"precision": "bf16-mixed"}),
     ("llama_ragged", (2, 1), "zero_bubble", "4", {"precision": "bf16-true"}),
+)
+EIGHT_RANKS: tuple[tuple[str, tuple[int, int], str, str], ...] = (
+    ("gpt_tied", (4, 2), "1f1b", "4"),
+    ("llama_ragged", (4, 2), "gpipe", "7in4"),
+    ("dit", (4, 2), "interleaved_1f1b", "4"),
+    ("vit", (4, 2), "zero_bubble", "7in4"),
 )
 CASES = make_cases()
 REFUSED_FITS = {
