@@ -5,7 +5,8 @@ Every check here is made before training, on all ranks alike.
 
 import dis
 import inspect
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -207,25 +208,48 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         )
 
 
+def code_of(function: Any) -> types.CodeType | None:
+    """The code of a function or method below its decorators; None where it has none in Python."""
+    code: types.CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return code
+
+
 def _names_of(function: Any) -> tuple[str, ...]:
     """The attributes and globals that a function's code names."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    code = code_of(function)
     return () if code is None else code.co_names
+
+
+def users_callbacks(trainer: "pl.Trainer") -> list["pl.Callback"]:
+    """The trainer's callbacks whose hooks the user has written."""
+    libraries = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
+    return [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(libraries)
+    ]
+
+
+def overridden_hooks(
+    module: "pl.LightningModule", callbacks: Sequence["pl.Callback"], hooks: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
+    """Those of ``hooks`` that the module, then each callback, has of its own: Class.hook, and the function."""
+    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+    for owner, base in owners:
+        for hook in hooks:
+            if hasattr(base, hook) and is_overridden(hook, owner, base):
+                yield f"{type(owner).__name__}.{hook}", getattr(owner, hook)
 
 
 def _refuse_clipping(module: "pl.LightningModule", callbacks: Sequence["pl.Callback"]) -> None:
     """Refuse hooks that clip by torch.nn.utils."""
-    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-    for owner, base in owners:
-        for hook in _CLIPPING_HOOKS:
-            if not hasattr(base, hook) or not is_overridden(hook, owner, base):
-                continue
-            if _TORCH_CLIPPING.intersection(_names_of(getattr(owner, hook))):
-                raise UnsupportedModuleError(
-                    f"{type(owner).__name__}.{hook} clips by torch.nn.utils, which sees one stage's gradients; give "
-                    f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
-                    f"gradient_clip_algorithm=...) in configure_gradient_clipping, which knows the norm of the whole model"
-                )
+    for name, hook in overridden_hooks(module, callbacks, _CLIPPING_HOOKS):
+        if _TORCH_CLIPPING.intersection(_names_of(hook)):
+            raise UnsupportedModuleError(
+                f"{name} clips by torch.nn.utils, which sees one stage's gradients; give "
+                f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
+                f"gradient_clip_algorithm=...) in configure_gradient_clipping, which knows the norm of the whole model"
+            )
 
 
 def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
@@ -282,9 +306,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
         own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
         callbacks = any(
             is_overridden(hook, callback, pl.Callback) and _uses_its_arguments(getattr(callback, hook))
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if isinstance(callback, LambdaCallback)
-            or not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
+            for callback in users_callbacks(trainer)
             for hook in hooks
             if hasattr(pl.Callback, hook)
         )
@@ -295,7 +317,7 @@ def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -
 
 def _uses_its_arguments(hook: Any) -> bool:
     """Whether a callback's hook looks at trainer, module or batch at all; a clock does not, and need not be waited for."""
-    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    code = code_of(hook)
     if code is None:
         return True
     count = code.co_argcount + code.co_kwonlyargcount

@@ -6,6 +6,7 @@ CheckReport(module="GPT", layers="blocks", stages=(2, 2), num_microbatches=4, to
 
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,9 +156,10 @@ def compare(step: str, plain: Outcome, staged: Outcome, tolerance: float) -> lis
 def _by_call(calls: Sequence[LogCall]) -> dict[str, Any]:
     """Logged values by name; behind a name's first value its further ones, numbered."""
     found: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
     for call in calls:
-        number = sum(name == call.name or name.startswith(f"{call.name}, call ") for name in found)
-        found[f"{call.name}, call {number + 1}" if number else call.name] = call.value
+        seen[call.name] += 1
+        found[call.name if seen[call.name] == 1 else f"{call.name}, call {seen[call.name]}"] = call.value
     return found
 
 

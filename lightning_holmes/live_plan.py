@@ -11,7 +11,6 @@ topology``) or at the start, or those that are stated. Where there are no costs 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_holmes.cluster.network import Nic
-from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology import Host, Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.live_costs import Costs, find_costs
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -209,7 +208,6 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
     if request.layout.num_hosts == 1:
         topology = Topology.single_cluster(1, request.world_size)  # whatever clusters a file deals the ranks to
         network = Network(topology, local_bytes_per_s=local, local_latency_s=latency)
-        order = list(range(request.world_size))
         layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
     else:
         network = Network(
@@ -219,13 +217,17 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             efficiency=_FRAMES if sockets else 1.0,
             sockets=sockets,
         )
-        order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
-    memory = _memory_of_clusters(topology, [costs.memory[rank] for rank in order], shared=device == "cpu")
+    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
+
+    def device_memory(host: Host) -> float:
+        """Bytes of a host's smallest device; on CPUs its ranks share what each has found."""
+        return min(costs.memory[rank] for rank in ranks[host.name]) / (host.devices if device == "cpu" else 1)
+
     devices = tuple(
         DeviceType(
             name=f"devices of {cluster.name}",
             peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
-            memory_bytes=memory[cluster.name],
+            memory_bytes=min(map(device_memory, cluster.hosts)),
             local_bytes_per_s=local,
             efficiency=1.0,
         )
@@ -240,10 +242,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         update_s_per_byte=costs.update_s_per_byte,
         own_s=costs.own_s,
     )
-    host_speeds, first = [], 0
-    for host in topology.hosts:
-        host_speeds.append(min(costs.speeds[rank] for rank in order[first : first + host.devices]))
-        first += host.devices
+    host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]
     model = replace(costs.model, forbidden_cuts=tuple(forbidden))
     make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
     cost_model = make(network)
@@ -257,19 +256,6 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             "lightning-holmes topology measures them"
         )
     return cost_model, layout, note
-
-
-def _memory_of_clusters(topology: Topology, found: Sequence[float], *, shared: bool) -> dict[str, float]:
-    """Bytes of each cluster's smallest device, from those that each device in the order of the topology has found; ``shared``:
-    each has found its host's, which all devices of the host share."""
-    smallest: dict[str, float] = {}
-    first = 0
-    for cluster in topology.clusters:
-        for host in cluster.hosts:
-            own = min(found[first : first + host.devices]) / (host.devices if shared else 1)
-            smallest[cluster.name] = min(own, smallest.get(cluster.name, math.inf))
-            first += host.devices
-    return smallest
 
 
 def _device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:

@@ -21,9 +21,8 @@ from lightning_holmes.live_plan import decide
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.training import TrainingOptions
@@ -64,18 +63,10 @@ class PlanningStrategy(SteppingStrategy):
         plan = self._given_plan
         if plan is None:
             return
-        placement = None
-        if topology.num_devices == plan.world_size == self.world_size:
-            placement = make_placement(
-                topology,
-                world_size=self.world_size,
-                pipeline_parallel_size=plan.pipeline_parallel_size,
-                tensor_parallel_size=plan.tensor_parallel_size,
-            )
         check_plan(
             plan,
             topology=topology,
-            placement=placement,
+            placement=place_again(plan, topology, self.world_size),
             layers=None if structure is None else structure.layers,
             num_layers=None if structure is None else structure.num_layers,
             module=None if module is None else type(module).__name__,

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_holmes.admission import code_of, overridden_hooks, users_callbacks
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.gradients import Gradients
 from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
@@ -206,27 +206,14 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer")
 
 def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
     """The hooks of the user that may read gradients of the module's parameters: name and function."""
-    module = trainer.lightning_module
-    for hook in _GRADIENT_HOOKS:
-        if hasattr(pl.LightningModule, hook) and is_overridden(hook, module):
-            own = getattr(module, hook)
-            if _may_reach_gradients(own):
-                yield f"{type(module).__name__}.{hook}", own
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        ours = type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_holmes."))
-        if ours and not isinstance(callback, LambdaCallback):
-            continue
-        for hook in _GRADIENT_HOOKS:
-            if hasattr(pl.Callback, hook) and is_overridden(hook, callback, pl.Callback):
-                own = getattr(callback, hook)
-                if _may_reach_gradients(own):
-                    yield f"{type(callback).__name__}.{hook}", own
+    for name, hook in overridden_hooks(trainer.lightning_module, users_callbacks(trainer), _GRADIENT_HOOKS):
+        if _may_reach_gradients(hook):
+            yield name, hook
 
 
 def _may_reach_gradients(hook: Any) -> bool:
     """Whether a hook's code does anything with trainer, module or optimizer but read what holds no gradients."""
-    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    code = code_of(hook)
     if code is None or code.co_freevars or code.co_cellvars:
         return True
     several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)

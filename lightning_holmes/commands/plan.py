@@ -35,7 +35,7 @@ from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
-from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
@@ -381,18 +381,10 @@ def _strategy(given: Mapping[str, Any]) -> HolmesStrategy:
 def _check_given_plan(path: str, cost_model: CostModel) -> None:
     """Refuse a plan file as fit would. Raises ConfigurationError with the difference."""
     plan, topology, model = Plan.load(path), cost_model.network.topology, cost_model.model
-    placement = None
-    if plan.world_size == topology.num_devices:
-        placement = make_placement(
-            topology,
-            world_size=plan.world_size,
-            pipeline_parallel_size=plan.pipeline_parallel_size,
-            tensor_parallel_size=plan.tensor_parallel_size,
-        )
     check_plan(
         plan,
         topology=topology,
-        placement=placement,
+        placement=place_again(plan, topology, topology.num_devices),
         layers=None if plan.layers == WHOLE_MODULE else model.layer_list,
         num_layers=None if plan.layers == WHOLE_MODULE else model.num_layers,
         module=model.name,

@@ -147,10 +147,7 @@ def _test_group(
         difference = _differs_by_elements(optimizer, group, start, steps, whole)
         if difference and level == "elements":
             level, reason = "parameters", f"{name} treats a tensor otherwise than its parts ({difference})"
-        if difference and _differs_by_parameters(optimizer, group, start, steps, whole):
-            why = f"{name} treats a tensor otherwise when it stands beside another one"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
-        if not difference and level == "elements" and _differs_by_parameters(optimizer, group, start, steps, whole):
+        if (difference or level == "elements") and _differs_by_parameters(optimizer, group, start, steps, whole):
             why = f"{name} treats a tensor otherwise when it stands beside another one"
             return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
     return _GroupResult(level=level, reason=reason, element_keys=keys, state_bytes=num_bytes)

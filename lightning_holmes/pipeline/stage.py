@@ -61,6 +61,9 @@ class _Passing:
     output: Any = None
 
 
+_disable: Any = torch.compiler.disable  # which has no types
+
+
 class _Gate:
     """Stands for the forward of a layer; one without weights may stand at several ``indices``.
 
@@ -70,11 +73,10 @@ class _Gate:
     """
 
     def __init__(self, pipeline: "PipelineModule", layer: nn.Module, indices: list[int]) -> None:
-        disable: Any = torch.compiler.disable  # which has no types
         self._pipeline, self._layer, self._indices = pipeline, layer, indices
         self._forward = layer.forward
         self._is_patched = "forward" in vars(layer)
-        self._arrive, self._leave = disable(pipeline._arrive), disable(pipeline._leave)
+        self._arrive, self._leave = _disable(pipeline._arrive), _disable(pipeline._leave)
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +97,6 @@ class _Gate:
         )
 
 
-_disable: Any = torch.compiler.disable
 _Gate.__call__ = _disable(_Gate.__call__, recursive=False)  # type: ignore[method-assign]
 
 

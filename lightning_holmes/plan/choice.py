@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import EAGER, INTERLEAVED
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES, Lack, lack_of, nothing_fits
+from lightning_holmes.plan.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, fits, predict
@@ -143,13 +143,9 @@ def choose_by_costs(
         lacking += [lack_of(made) for _, made in found]
         reason = nothing_fits(cost_model, [run for run, _ in found], lacks=lacking)
         if isinstance(options.partition, str) and options.leaves_open:
-            bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
-            if bare == cost_model.training:
-                raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
-            # which optimizer it will be is not known yet
             choice = choose_by_costs(
                 options,
-                cost_model.with_training(bare),
+                without_states(cost_model, reason),
                 layout,
                 batch_size=batch_size,
                 not_interleaved=not_interleaved,

@@ -88,6 +88,19 @@ def lack_of(entry: Prediction) -> Lack:
     return Lack(run=entry.run, excess_bytes=excess, rank=rank)
 
 
+def without_states(cost_model: CostModel, reason: NothingFitsError) -> CostModel:
+    """The costs with an optimizer that keeps nothing, since it is not known yet which one it will be, where ``reason`` says
+    that nothing fits with AdamW.
+
+    Raises:
+        NothingFitsError: these are its costs already; ``reason`` with the way out.
+    """
+    bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
+    if bare == cost_model.training:
+        raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
+    return cost_model.with_training(bare)
+
+
 def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[RunShape]:
     """The runs with these settings of recomputation, the smallest microbatches of each layout."""
     smallest: dict[tuple[Layout, str, int], RunShape] = {}

@@ -8,8 +8,20 @@ from __future__ import annotations
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
-from lightning_holmes.plan.placement import Placement, clusters_of
+from lightning_holmes.plan.placement import Placement, clusters_of, make_placement
 from lightning_holmes.plan.plan import Plan
+
+
+def place_again(plan: Plan, topology: Topology, world_size: int) -> Placement | None:
+    """Where a run of ``world_size`` ranks puts the plan's layout here; None where their numbers differ."""
+    if not topology.num_devices == plan.world_size == world_size:
+        return None
+    return make_placement(
+        topology,
+        world_size=world_size,
+        pipeline_parallel_size=plan.pipeline_parallel_size,
+        tensor_parallel_size=plan.tensor_parallel_size,
+    )
 
 
 def check_plan(
@@ -26,7 +38,7 @@ def check_plan(
     """Raise ConfigurationError with every difference between what a plan was made for and what is here.
 
     Args:
-        placement: of the run that begins, if it is made: a launcher may have numbered the same hosts in another order.
+        placement: of the run that begins (place_again), if it is made: a launcher may have numbered the same hosts in another order.
         layers, num_layers: the model's layer list and its length; None where the model is not known yet.
         module, num_parameters: its class and size, likewise. They, and what the plan's file says of the clusters' hosts and cards,
             are compared where it says so; older files do not.

@@ -23,7 +23,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
-from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES, Lack, lack_of, nothing_fits
+from lightning_holmes.plan.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.refining import refine
@@ -106,10 +106,7 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
     if not isinstance(space.partition, str):
         found = _search(cost_model, space, limit_memory=False)
         return replace(found, memory_note=f"{BY_HAND}{reason}")
-    bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
-    if bare == cost_model.training:
-        raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
-    return replace(search(cost_model.with_training(bare), space), memory_note=f"{WITH_STATES}{reason}")
+    return replace(search(without_states(cost_model, reason), space), memory_note=f"{WITH_STATES}{reason}")
 
 
 def _search(cost_model: CostModel, space: SearchSpace, *, limit_memory: bool = True) -> SearchResult:
