@@ -187,33 +187,42 @@ def _measure(
 ) -> _Recorder:
     device = next(module.parameters()).device
 
-    def clock() -> float:
+    def wall_clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
+    # a host with a share of a core stops for longer than a layer takes, so where one thread computes, its own time tells the
+    # layers apart, and the wall clock how long they take together
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
     # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
     shadow = _with_own_gradients(shadow_copy(module))
     noted = _Recorder(shadow, layers, clock)
     noted.step(tree.map_tensors(Tensor.clone, arguments), context)
     recorders: list[_Recorder] = []
+    totals: list[float] = []  # seconds by the wall clock
     start = time.perf_counter()
     while True:
         number, taken = len(recorders), time.perf_counter() - start
         if (number >= _REPEATS and taken >= seconds) or (number >= 2 and taken >= _ENOUGH_S) or number >= _MOST_REPEATS:
             break
         recorder = _Recorder(shadow, layers, clock)
+        began = clock(), wall_clock()
         recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
+        ended = clock(), wall_clock()
         recorders.append(recorder)
-    totals = [math.fsum(recorder.forward) + math.fsum(recorder.backward) for recorder in recorders]
+        recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
+        totals.append(recorded * (ended[1] - began[1]) / (ended[0] - began[0]))
     middle = statistics.median_low(totals)
     # long repeats: what else runs on the machine only adds, so the quicker half counts. Short ones: a host with a share of
     # a core stops and goes, and its pauses are part of its speed; only what was plainly disturbed is left out.
     limit = middle if middle > _LONG_S else _DISTURBED * middle
-    kept = [recorder for recorder, total in zip(recorders, totals, strict=True) if total <= limit]
+    kept = [(recorder, total) for recorder, total in zip(recorders, totals, strict=True) if total <= limit]
+    recorded = math.fsum(math.fsum(recorder.forward) + math.fsum(recorder.backward) for recorder, _ in kept)
+    scale = math.fsum(total for _, total in kept) / recorded
     for name in ("forward", "backward"):
-        columns = zip(*(getattr(recorder, name) for recorder in kept), strict=True)
-        setattr(noted, name, [statistics.fmean(column) for column in columns])
+        columns = zip(*(getattr(recorder, name) for recorder, _ in kept), strict=True)
+        setattr(noted, name, [scale * statistics.fmean(column) for column in columns])
     return noted
 
 

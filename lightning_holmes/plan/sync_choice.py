@@ -31,9 +31,11 @@ def bucket_bytes(total_bytes: float, *, latency_s: float, s_per_byte: float) -> 
 
     A reduction of b bytes takes latency_s + b * s_per_byte. The last bucket's bytes have nothing left to hide behind, and
     each of the total_bytes / b buckets costs its latency: b * s_per_byte + total_bytes / b * latency_s is least at the
-    root of total_bytes * latency_s / s_per_byte. Never below a mebibyte, where what starting costs counts most.
+    root of total_bytes * latency_s / s_per_byte. Never above a quarter of all, of which more could hide whatever a
+    reduction costs to start, and never below a mebibyte, where that counts most.
     """
-    return max(MIN_BUCKET_BYTES, int(math.sqrt(total_bytes * latency_s / max(s_per_byte, 1e-15))))
+    best = math.sqrt(total_bytes * latency_s / max(s_per_byte, 1e-15))
+    return max(MIN_BUCKET_BYTES, int(min(best, total_bytes / 4)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
