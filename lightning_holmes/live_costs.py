@@ -38,6 +38,9 @@ _NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as
 # Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
 # so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
+# And what a processor takes to send or receive a byte by sockets, the time in which computing is slower for it included, as so many
+# tiny operators: 2 ns where one takes 2 us. From processes that compute beside a steady exchange, and from whole steps (docs/log.md).
+_BYTE_OPERATORS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Costs:
     memory: tuple[float, ...]
     described: str
     update_s_per_byte: float = 0.0
+    byte_s: float = 0.0
     own_s: float = 0.0
 
 
@@ -88,6 +92,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
+        byte_s=_BYTE_OPERATORS * max(s.operator_s for s in speeds),
         own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
 
@@ -127,6 +132,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
+        byte_s=_BYTE_OPERATORS * max(entry[2].operator_s for entry in everyone),
         own_s=own_step_s(max(entry[2].operator_s for entry in everyone)),
     )
 

@@ -240,6 +240,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         batch_samples=(request.lesson.batch_size or 1) * placement.data_parallel_size,
         device=device,
         update_s_per_byte=costs.update_s_per_byte,
+        byte_s=costs.byte_s if sockets and device == "cpu" else 0.0,
         own_s=costs.own_s,
     )
     host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]

@@ -50,6 +50,7 @@ def main(args: list[str]) -> None:
             missed += run_predictions(
                 options.beds,
                 make_topology,
+                rounds=options.rounds,
                 output=Path(options.output),
                 timeout_s=options.timeout,
                 facts=facts,
@@ -128,7 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--partitions", action="store_true", help="all partitions on hosts of unlike speed, and the one that is chosen"
     )
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="only these")
-    parser.add_argument("--rounds", type=int, default=1, help="how often all contenders run, in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often all contenders, or a bed's runs, are measured in turn"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
     parser.add_argument("--output", default="runs/bench", help="folder for bench.json and bench.png")
     parser.add_argument("--verbose", action="store_true", help="show what the hosts print")

@@ -39,12 +39,19 @@ _AT_LEAST, _WITHIN = 1.25, 1.05
 
 
 def run_predictions(
-    names: Sequence[str] | None, make_topology: Any, *, output: Path, timeout_s: float, facts: dict[str, Any]
+    names: Sequence[str] | None,
+    make_topology: Any,
+    *,
+    rounds: int,
+    output: Path,
+    timeout_s: float,
+    facts: dict[str, Any],
 ) -> PredictionReport:
     """Run the beds of these names (all by default), print and write; gives the report.
 
     Args:
         make_topology: of bench: sizes and rates to a topology.
+        rounds: how often a bed's cases run, in turn.
     """
     beds = [bed for bed in PREDICTION_BEDS if names is None or bed.name in names]
     unknown = sorted(set(names or ()) - {bed.name for bed in beds})
@@ -53,8 +60,9 @@ def run_predictions(
         raise ConfigurationError(f"--beds {unknown[0]}: there is no such bed; there are {known}")
     report = PredictionReport.load(output, facts)
     for bed in beds:
-        print(f"{bed.name}: {len(bed.cases)} runs", flush=True)
-        results = run_bed(bed, make_topology, profile="measure", timeout_s=timeout_s, keep=output / bed.name)
+        in_turn = dataclasses.replace(bed, cases=bed.cases * rounds)
+        print(f"{bed.name}: {len(in_turn.cases)} runs", flush=True)
+        results = run_bed(in_turn, make_topology, profile="measure", timeout_s=timeout_s, keep=output / bed.name)
         report.add(
             [
                 PredictedRun(
@@ -64,8 +72,10 @@ def run_predictions(
                     layers=tuple(result["layers"]),
                     predicted_s=result["predicted_s"],
                     measured_s=result["measured_s"],
+                    round=index // len(bed.cases) + 1,
                 )
-                for result, case in zip(results, bed.cases, strict=False)  # those that came to their end
+                # those that came to their end
+                for index, (result, case) in enumerate(zip(results, in_turn.cases, strict=False))
                 if result["predicted_s"] is not None
             ]
         )

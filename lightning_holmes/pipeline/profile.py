@@ -49,7 +49,7 @@ _REPEATS = 5
 _MOST_REPEATS = 40
 _ENOUGH_S = 5.0  # of repeats; then two are enough
 _LONG_S = 0.15  # of a repeat, to last over several periods in which a share of a core is dealt out
-_DISTURBED = 1.5  # repeats that took so many times the middle one are left out
+_DISTURBED, _SHORT_DISTURBED = 1.2, 1.5  # repeats that took so many times the middle one are left out
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
@@ -214,9 +214,9 @@ def _measure(
         recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
         totals.append(recorded * (ended[1] - began[1]) / (ended[0] - began[0]))
     middle = statistics.median_low(totals)
-    # long repeats: what else runs on the machine only adds, so the quicker half counts. Short ones: a host with a share of
-    # a core stops and goes, and its pauses are part of its speed; only what was plainly disturbed is left out.
-    limit = middle if middle > _LONG_S else _DISTURBED * middle
+    # a host with a share of a core stops and goes, and its pauses are part of its speed, as are those that others on the
+    # machine make; only what was plainly disturbed is left out. Pauses make short repeats more unlike each other.
+    limit = (_DISTURBED if middle > _LONG_S else _SHORT_DISTURBED) * middle
     kept = [(recorder, total) for recorder, total in zip(recorders, totals, strict=True) if total <= limit]
     recorded = math.fsum(math.fsum(recorder.forward) + math.fsum(recorder.backward) for recorder, _ in kept)
     scale = math.fsum(total for _, total in kept) / recorded

@@ -12,7 +12,7 @@ Compute: a stage's work divided by the slowest speed among its devices and by te
 parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
 backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
 divided evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the
-parameters, with a sharded optimizer). What is compressed between clusters counts as sent so by all replicas of a stage
+parameters, with a sharded optimizer). Bytes that processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as sent so by all replicas of a stage
 that lies in several; what else becomes of gradients is training.py's. Memory of a rank: parameters, gradients and optimizer states of its
 stages; held activations of the microbatches in flight (memory.py).
 Not modelled: input pipelines, logging.
@@ -214,7 +214,8 @@ class CostModel:
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
         sharded, memory = self.is_sharded(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
-        activations, held, reduce, gather_of_stage = [], [], [], []
+        activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
+        byte_s = tuple(training.byte_s * min(facts.speeds) / speed for speed in facts.speeds)
         static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
         known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
@@ -242,6 +243,9 @@ class CostModel:
             held.append(math.fsum(memory.held_bytes(place) for place in places))
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             seconds, gathered = self._reduction(facts.groups[rank], trained, sharded)
+            out, back = self._carried(facts.groups[rank], trained, sharded)
+            reduce_own.append(out * byte_s[rank])
+            gather_own.append(back * byte_s[rank])
             shared_s = self._shared_seconds(layout, facts) if stage in (0, last) else 0.0
             reduce.append(seconds + shared_s)
             gather_of_stage.append(gathered)
@@ -262,10 +266,13 @@ class CostModel:
             activation_bytes=tuple(activations),
             routes=facts.routes,
             message_s=training.message_s,
+            byte_s=byte_s if training.byte_s else (),
             blocking_sends=training.blocking_sends,
             reduce_s=tuple(reduce),
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
             reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),
+            reduce_own_s=tuple(reduce_own),
+            gather_own_s=tuple(gather_own) if training.overlap_gather else (),
             overlap_reduce=training.overlap_reduce,
             update_s=tuple(update),
             gather_s=tuple(gather),
@@ -286,13 +293,9 @@ class CostModel:
             places = [model.layers[index] for index in own]
             places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
             if group.num_hosts > 1:
-                # a reduction moves 2 (n-1)/n of its bytes out of each host, for each tensor-parallel part there; of a
-                # reduce-scatter and an all-gather each moves half of that
+                # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                ratio, scatters = self._gradient_ratio(group)
-                if self.is_sharded(layout):
-                    ratio = (ratio / 2 if scatters else ratio) + 0.5
-                moved = 2 * (group.num_hosts - 1) / group.num_hosts * trained * ratio
+                moved = sum(self._carried(group, trained, self.is_sharded(layout))) / 2
                 here = sent.setdefault(group.channel.transport, Counter())
                 for column in range(layout.tensor):
                     for host in set(devices[:, column].tolist()):
@@ -360,6 +363,17 @@ class CostModel:
         # half of an all-reduce each; parameters are gathered in their own type
         gathered = self._all_reduce(trained_bytes, group.channel, group.local_size, group.num_hosts) / 2
         return whole / 2 if scatters else whole, gathered
+
+    def _carried(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
+        """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction
+        of n moves 2 (n-1)/n of its bytes each way, a reduce-scatter and an all-gather half of that."""
+        if group.num_hosts == 1:
+            return 0.0, 0.0
+        moved = 4 * (group.num_hosts - 1) / group.num_hosts * trained_bytes
+        ratio, scatters = self._gradient_ratio(group)
+        if not sharded:
+            return moved * ratio, 0.0
+        return moved * (ratio / 2 if scatters else ratio), moved / 2
 
     def _gradient_ratio(self, group: _StageGroup) -> tuple[float, bool]:
         """Bytes of gradients that a group sums for each trained byte, and whether sharding halves that: what is
@@ -467,7 +481,7 @@ class CostModel:
                 out_s, in_s = leaving[one] * sent / channel.bytes_per_s, coming[other] * sent / channel.bytes_per_s
                 slowest = max(out_s, in_s)
                 cards = ((f"{channel.transport} {one} out", out_s), (f"{channel.transport} {other} in", in_s))
-                route = Route(channel.latency_s, cards)
+                route = Route(channel.latency_s, cards, carried=sent)
             if worst is None or slowest > worst[0]:
                 worst = slowest, route
         assert worst is not None

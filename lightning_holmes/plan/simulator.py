@@ -12,14 +12,15 @@ serves transfers in the order in which they are started, one at a time in each d
 
 Gradient reductions without overlap start where the schedule has them and the rank waits for each. With
 overlap they start with the last backward of their stage, layer by layer, and the rank waits at its end; transfers
-go first where both use a card. Not modelled: that transfers slow down computing on the same device, and ranks
-that are not alike within a replica's data-parallel group (the slowest counts).
+go first where both use a card. Where processors carry the bytes (sockets between hosts), each byte that is sent or
+received takes some of its rank's own time, unless the rank waits anyway. Not modelled: ranks that are not alike within a
+replica's data-parallel group (the slowest counts).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from lightning_holmes.plan.layer_cost import check_number
@@ -29,10 +30,14 @@ from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """From one rank to another: latency, and the cards on the way with the seconds that a byte takes on each."""
+    """From one rank to another: latency, and the cards on the way with the seconds that a byte takes on each.
+
+    carried: bytes that the processors at both ends carry for each byte of the tensor (StepCosts.byte_s).
+    """
 
     latency_s: float
     hops: tuple[tuple[str, float], ...]
+    carried: float = 0.0
 
     def __post_init__(self) -> None:
         check_number(self.latency_s, "a route's latency_s")
@@ -52,9 +57,12 @@ class StepCosts:
         activation_bytes: by stage, its output for one microbatch; its gradient is as large.
         routes: (from rank, to rank). A pair that is missing costs nothing.
         message_s: seconds of the sender's own time that starting a transfer takes.
+        byte_s: by rank, seconds of its own time for each byte that it carries to or from others.
         blocking_sends: a rank waits for what it sends to arrive, as in Megatron-LM's 1F1B; this package's runner does not.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
         reduce_cards: by stage, the cards that it goes through.
+        reduce_own_s, gather_own_s: by stage, the rank's own time for what it carries beside computing when the stage's
+            gradients are reduced and its parameters gathered.
         update_s, gather_s: by rank, the optimizer's step; the gathering of sharded parameters that nothing hides.
         static_bytes: by rank, parameters, gradients, optimizer states. held_bytes: by stage, one microbatch.
         transient_bytes: by rank, on top of these at the peak (a layer that is being recomputed).
@@ -69,8 +77,11 @@ class StepCosts:
     activation_bytes: tuple[float, ...] = ()
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     message_s: float = 0.0
+    byte_s: tuple[float, ...] = ()
     blocking_sends: bool = False
     reduce_s: tuple[float, ...] = ()
+    reduce_own_s: tuple[float, ...] = ()
+    gather_own_s: tuple[float, ...] = ()
     reduce_parts: tuple[int, ...] = ()
     reduce_cards: tuple[tuple[str, ...], ...] = ()
     overlap_reduce: bool = False
@@ -175,18 +186,24 @@ class _Simulation:
         while cursor < len(actions):
             code, stage, microbatch = actions[cursor]
             if code <= _BACKWARD_WEIGHT:
+                own_s = 0.0
                 if self._waits(code, stage):
                     key = (min(code, _BACKWARD), stage, microbatch)
                     arrival = self.arrived.pop(key, None)
                     if arrival is None:
                         self.waiting[key] = rank
                         break
+                    own_s = self._carrying_s(code == _FORWARD, stage, rank)
                     if arrival[0] > clock:
                         self.waited[rank] += arrival[0] - max(clock, arrival[1])
+                        own_s = max(0.0, own_s - (arrival[0] - clock))
                         clock = arrival[0]
                 start = clock
+                clock += own_s
                 if code == _FORWARD:
                     clock += costs.forward_s[stage]
+                    if costs.gather_own_s and microbatch == 0:
+                        clock += costs.gather_own_s[stage]
                     self.spans[rank].append(Span("forward", start, clock, stage, microbatch))
                     if costs.tensor_forward_s:
                         self.tensor[rank] += costs.tensor_forward_s[stage]
@@ -211,9 +228,10 @@ class _Simulation:
                     if costs.held_bytes:
                         self.held[rank] -= costs.held_bytes[stage]
             elif code == _REDUCE:
-                clock = self._reduce(rank, stage, clock)
+                clock = self._reduce(rank, stage, clock, following=actions[cursor + 1 :])
             else:
-                clock += costs.message_s
+                forward = code == _SEND_ACTIVATION
+                clock += costs.message_s + self._carrying_s(forward, stage + 1 if forward else stage - 1, rank)
                 self.sequence += 1
                 heapq.heappush(self.queue, (clock, self.sequence, code, stage, microbatch, rank))
                 if costs.blocking_sends:
@@ -229,6 +247,18 @@ class _Simulation:
         other = stage - 1 if code == _FORWARD else stage + 1
         return 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]
 
+    def _bytes(self, forward: bool, target: int) -> float:
+        """Of the activation, or the gradient, that stage ``target`` receives."""
+        sizes = self.costs.activation_bytes
+        return sizes[target - 1 if forward else target] if sizes else 0.0
+
+    def _carrying_s(self, forward: bool, target: int, rank: int) -> float:
+        """Of ``rank``'s own time, for its end of the transfer to stage ``target``."""
+        if not self.costs.byte_s:
+            return 0.0
+        route = self.costs.routes.get((self.rank_of[target - 1 if forward else target + 1], self.rank_of[target]))
+        return 0.0 if route is None else self._bytes(forward, target) * route.carried * self.costs.byte_s[rank]
+
     def _transfer(self, time: float, code: int, stage: int, microbatch: int, source: int) -> None:
         """Bring a tensor to its rank through the cards on its way, and let that rank go on if it waits."""
         forward = code == _SEND_ACTIVATION
@@ -237,9 +267,7 @@ class _Simulation:
         route = self.costs.routes.get((source, rank))
         arrival = start = time
         if route is not None:
-            num_bytes = (
-                self.costs.activation_bytes[stage if forward else target] if self.costs.activation_bytes else 0.0
-            )
+            num_bytes = self._bytes(forward, target)
             for card, _ in route.hops:
                 start = max(start, self.free.get(card, 0.0))
             slowest = 0.0
@@ -259,13 +287,17 @@ class _Simulation:
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 
-    def _reduce(self, rank: int, stage: int, clock: float) -> float:
+    def _reduce(self, rank: int, stage: int, clock: float, following: Sequence[tuple[int, int, int]]) -> float:
         seconds = self.costs.reduce_s[stage] if self.costs.reduce_s else 0.0
         if seconds == 0:
             return clock
         if self.costs.overlap_reduce:
             self.pending[rank].append(stage)
-            return clock
+            own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0
+            if all(code > _BACKWARD_WEIGHT for code, _, _ in following):
+                # nothing is computed behind it: the last part's is taken where the rank waits for it
+                own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
+            return clock + own_s
         self.spans[rank].append(Span("reduce", clock, clock + seconds, stage, -1))
         self.reduced[rank] += seconds
         return clock + seconds

@@ -65,6 +65,8 @@ class Training:
             optimizer's parameters beside the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
         message_s: seconds of a rank's own time that starting a transfer takes.
+        byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, where
+            processors carry them (sockets).
         own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
         memory_share: share of a device's memory that a plan may use.
@@ -81,13 +83,22 @@ class Training:
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
     message_s: float = 0.0
+    byte_s: float = 0.0
     own_s: float = 0.0
     blocking_sends: bool = False
     memory_share: float = 0.92
 
     def __post_init__(self) -> None:
         check_count(self.batch_samples, "batch_samples")
-        for name in ("gradient_ratio", "state_ratio", "least_state_ratio", "update_s_per_byte", "message_s", "own_s"):
+        for name in (
+            "gradient_ratio",
+            "state_ratio",
+            "least_state_ratio",
+            "update_s_per_byte",
+            "message_s",
+            "byte_s",
+            "own_s",
+        ):
             check_number(getattr(self, name), name)
         if self.gradient_ratio_across is not None:
             check_number(self.gradient_ratio_across, "gradient_ratio_across")
@@ -104,6 +115,7 @@ def make_training(
     batch_samples: int,
     device: str,
     update_s_per_byte: float = 0.0,
+    byte_s: float = 0.0,
     own_s: float = 0.0,
 ) -> Training:
     """What these arguments of the strategy make of a step.
@@ -113,7 +125,7 @@ def make_training(
         batch_samples: of a step, over all replicas.
         device: "cpu" or "cuda".
         update_s_per_byte: as it was measured, for fp32 parameters.
-        own_s: as in Training.
+        byte_s, own_s: as in Training.
     """
     weight = model.parameter_itemsize
     wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
@@ -131,6 +143,7 @@ def make_training(
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
         message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
+        byte_s=byte_s,
         own_s=own_s,
     )
 

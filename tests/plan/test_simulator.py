@@ -214,6 +214,36 @@ def test_reductions_by_hand() -> None:
     assert timeline.step_s == 13 and timeline.exposed_s["data_parallel"] == 3 + 3
 
 
+def test_what_processors_carry_takes_their_time_unless_they_wait_by_hand() -> None:
+    routes = {pair: Route(0.0, (), carried=2.0) for pair in ((0, 1), (1, 0))}
+    costs = StepCosts(
+        forward_s=(1.0, 3.0), backward_s=(2.0, 1.0), activation_bytes=(1.0, 0.0), routes=routes, byte_s=(0.25, 0.5)
+    )
+    timeline = run("gpipe", costs, 2, ranks=2)
+    starts = [[(span.start_s, span.end_s) for span in spans] for spans in timeline.spans]
+    # half a second for a message on rank 0, a whole one on rank 1, which waits for its first one anyway
+    assert starts[0] == [(0.0, 1.0), (1.5, 2.5), (10.5, 12.5), (12.5, 15.0)]
+    assert starts[1] == [(1.5, 4.5), (4.5, 8.5), (8.5, 9.5), (10.5, 11.5)]
+    assert timeline.step_s == 15.0
+
+
+@pytest.mark.parametrize(("reduce_s", "step_s"), [(3.0, 5.25), (0.1, 3.75)])
+def test_carrying_gradients_and_parameters_slows_computing_by_hand(reduce_s: float, step_s: float) -> None:
+    costs = StepCosts(
+        forward_s=(1.0,),
+        backward_s=(2.0,),
+        reduce_s=(reduce_s,),
+        reduce_parts=(2,),
+        reduce_own_s=(1.0,),
+        gather_own_s=(0.25,),
+        overlap_reduce=True,
+    )
+    # the forward ends at 1.25, the backward at 3.25; its first half is carried by 3.75, or longer on its way
+    assert run("1f1b", costs, 1, ranks=1).step_s == pytest.approx(step_s)
+    two = run("1f1b", costs, 2, ranks=1).step_s  # parameters are gathered once, and gradients reduced once
+    assert two == pytest.approx(step_s + 3.0)
+
+
 def test_memory_of_schedules() -> None:
     costs = StepCosts(
         forward_s=(1,) * 4, backward_s=(2,) * 4, held_bytes=(10,) * 4, static_bytes=(100,) * 4, transient_bytes=(1,) * 4

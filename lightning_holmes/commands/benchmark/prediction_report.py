@@ -30,7 +30,7 @@ _MEDIAN, _WORST = 0.08, 0.20  # aims: errors at the most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRun:
-    """One run. model: its size and batch, for plans of one task.
+    """One run. model: its size and batch, for plans of one task. round: of several runs of a plan.
 
     measured_s: the lower quartile of the slowest rank's steps: what else runs on the machine only adds to a step.
     """
@@ -41,6 +41,7 @@ class PredictedRun:
     layers: tuple[int, ...]
     predicted_s: float
     measured_s: float
+    round: int = 1
 
     @property
     def error(self) -> float:
@@ -62,11 +63,11 @@ class PredictionReport:
         if not path.exists():
             return cls(facts=facts)
         names = {entry.name for entry in dataclasses.fields(PredictedRun)}
-        runs = [{name: run[name] for name in names} for run in json.loads(path.read_text())["runs"]]
+        runs = [{name: run[name] for name in names & run.keys()} for run in json.loads(path.read_text())["runs"]]
         return cls(runs=[PredictedRun(**{**run, "layers": tuple(run["layers"])}) for run in runs], facts=facts)
 
     def add(self, runs: Sequence[PredictedRun]) -> None:
-        """Add runs; one that stands already is replaced."""
+        """Add runs; those of a plan that stand already are replaced."""
         new = {(run.bed, run.name) for run in runs}
         self.runs = [run for run in self.runs if (run.bed, run.name) not in new] + list(runs)
 
@@ -81,13 +82,27 @@ class PredictionReport:
         return max(abs(run.error) for run in self.runs)
 
     def misordered(self) -> list[tuple[PredictedRun, PredictedRun]]:
-        """Pairs of plans for one model on one bed, more than 10 % apart, that are predicted in another order."""
+        """Pairs of plans for one model on one bed, more than 10 % apart, that are predicted in another order; each with the
+        means of its rounds."""
         return [
             (one, other)
-            for one, other in itertools.permutations(self.runs, 2)
+            for one, other in itertools.permutations(self._plans(), 2)
             if (one.bed, one.model) == (other.bed, other.model)
             and other.measured_s > _APART * one.measured_s
             and other.predicted_s <= one.predicted_s
+        ]
+
+    def _plans(self) -> list[PredictedRun]:
+        rounds: dict[tuple[str, str], list[PredictedRun]] = {}
+        for run in self.runs:
+            rounds.setdefault((run.bed, run.name), []).append(run)
+        return [
+            dataclasses.replace(
+                runs[0],
+                predicted_s=statistics.fmean(run.predicted_s for run in runs),
+                measured_s=statistics.fmean(run.measured_s for run in runs),
+            )
+            for runs in rounds.values()
         ]
 
     def missed(self) -> list[str]:
@@ -112,7 +127,7 @@ class PredictionReport:
         for run in self.runs:
             table.add_row(
                 run.bed,
-                run.name,
+                run.name if run.round == 1 else f"{run.name}, again",
                 run.model,
                 ", ".join(map(str, run.layers)),
                 f"{show_seconds(run.predicted_s)} s",
