@@ -28,7 +28,9 @@ _MICROBATCHES_PER_RANK = 4
 _MOST_PER_RANK = 16
 _COUNTS_TRIED = 8
 _NEARLY = 0.01  # candidates so near each other are told apart by simplicity
-_COUNTED_GAIN = 0.08  # what more microbatches must save where FLOPs were counted: small kernels lose more than is known
+# What more microbatches must save, where FLOPs were counted and where layers were timed, and why
+_COUNTED_GAIN = 0.08, "counted FLOPs do not know what small microbatches lose"
+_TIMED_GAIN = 0.03, "each has its messages, and work around the layers that is not timed"
 _INTERLEAVING_GAIN = 0.05  # what interleaving must save: more messages and more work a stage than its costs know
 _CHUNKS_TRIED = (2, 3, 4)
 
@@ -158,11 +160,10 @@ def choose_by_costs(
     plain = min((p.step_s for run, p in found if run.num_chunks == 1), default=math.inf)
     kept = [(r, p) for r, p in found if r.num_chunks == 1 or p.step_s < plain * (1 - _INTERLEAVING_GAIN)]
     kept = kept or found
-    counted = cost_model.model.unit == "flops"
-    if counted:
-        limit = min(p.step_s for _, p in kept) * (1 + _COUNTED_GAIN)
-        count = min(r.num_microbatches for r, p in kept if p.step_s <= limit)
-        kept = [(r, p) for r, p in kept if r.num_microbatches == count]
+    gain = _COUNTED_GAIN if cost_model.model.unit == "flops" else _TIMED_GAIN
+    limit = min(p.step_s for _, p in kept) * (1 + gain[0])
+    count = min(r.num_microbatches for r, p in kept if p.step_s <= limit)
+    kept = [(r, p) for r, p in kept if r.num_microbatches == count]
     fastest = min(p.step_s for _, p in kept)
     run, best = min(
         kept,
@@ -179,7 +180,7 @@ def choose_by_costs(
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":
-        notes.append(_microbatch_note(run, dealt, found, counted))
+        notes.append(_microbatch_note(run, dealt, found, gain))
     if options.schedule == "auto":
         notes.append(_schedule_note(run, dealt, found, not_interleaved))
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
@@ -299,7 +300,7 @@ def _partition_note(
 
 
 def _microbatch_note(
-    run: RunShape, best: Prediction, found: Sequence[tuple[RunShape, Prediction]], counted: bool
+    run: RunShape, best: Prediction, found: Sequence[tuple[RunShape, Prediction]], gain: tuple[float, str]
 ) -> str:
     others = [
         f"{other.num_microbatches}: {p.step_s / best.step_s:.2f}x"
@@ -308,10 +309,10 @@ def _microbatch_note(
         and other.num_microbatches != run.num_microbatches
     ]
     note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples, the fastest by prediction"
-    if counted and any(p.step_s < best.step_s for r, p in found if r.num_microbatches > run.num_microbatches):
+    if any(p.step_s < best.step_s for r, p in found if r.num_microbatches > run.num_microbatches):
         note = (
-            f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples; more must save {_COUNTED_GAIN:.0%} "
-            "by prediction, since counted FLOPs do not know what small microbatches lose"
+            f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples; more must save {gain[0]:.0%} "
+            f"by prediction, since {gain[1]}"
         )
     return note + (f" ({', '.join(others)})" if others else "")
 

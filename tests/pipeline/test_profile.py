@@ -1,7 +1,9 @@
 """Profiles: FLOPs and bytes by hand, fake and real alike, a 39 B model without its weights, measured seconds."""
 
 import copy
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.models import GPT
+from lightning_holmes.pipeline import profile
 from lightning_holmes.pipeline.profile import build_fake, profile_step
 from lightning_holmes.pipeline.trace import trace_step
 
@@ -139,6 +142,26 @@ def test_measured_seconds_are_those_of_the_parts() -> None:
     # the sum of the parts, each at its quickest, is a step; the machine may be busy with other things
     assert 0.3 * min(times) < cost.forward + cost.backward < 1.7 * max(times)
     assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
+
+
+def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that stops for half a second wherever the clock is looked at: the pauses are between layers, or in one of them."""
+    paused = itertools.count(step=0.5)
+    clocks = SimpleNamespace(thread_time=time.thread_time, perf_counter=lambda: time.perf_counter() + next(paused))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = GPT(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, sequence_length=64)
+        batch = tokens(8, 64)
+        plain = profile_step(model, (batch, 0), mode="measure")
+        monkeypatch.setattr(profile, "time", clocks)
+        cost = profile_step(model, (batch, 0), mode="measure")
+    finally:
+        torch.set_num_threads(threads)
+    # a repeat is between two looks, so half a second longer, shared out as the layers' own time is
+    assert 0.5 < cost.forward + cost.backward < 0.6 + 3 * (plain.forward + plain.backward)
+    whole = [layer.forward + layer.backward for layer in cost.layers]
+    assert max(whole) < 4 * min(whole), whole
 
 
 def test_what_cannot_be_profiled_is_named() -> None:

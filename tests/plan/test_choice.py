@@ -150,6 +150,17 @@ def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
     assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
 
 
+def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
+    """Two alike stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of what 16 take, and 16 save 6 % of 8."""
+    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
+    choice = choose_by_costs(options, costs(unit="seconds"), LAYOUT, batch_size=48)
+    assert choice.num_microbatches == 16
+    (reason,) = (note for note in choice.notes if note.startswith("num_microbatches"))
+    assert reason.startswith(
+        "num_microbatches: 16 of 3 samples; more must save 3% by prediction, since each has its messages"
+    )
+
+
 def test_what_is_said_stays() -> None:
     options = dataclasses.replace(LEFT_OPEN, schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
     choice = choose_by_costs(options, costs(), LAYOUT, batch_size=16)

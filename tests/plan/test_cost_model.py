@@ -13,7 +13,7 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
-from lightning_holmes.plan.simulator import simulate
+from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.training import Training
 
 TWO = """
@@ -118,6 +118,26 @@ def test_step_costs_by_hand() -> None:
     (card, seconds), (_, _) = costs.routes[0, 1].hops
     assert "ethernet" in card and seconds == pytest.approx(2 / 5e8)
     assert costs.routes[0, 1].latency_s == 1e-3
+
+
+def test_what_processors_carry_by_hand() -> None:
+    text = TWO.replace("devices: 2", "devices: 1")
+    layout, partition = Layout(pipeline=2, data=2), Partition((2, 2))
+    slow = find_device_type("speed=5e11,memory=1e12,local=1e11")
+
+    def made(**training) -> StepCosts:
+        return cost_model(text, devices=(DEVICE, slow), byte_s=1e-9, **training).step_costs(shape(layout), partition)
+
+    whole = made()
+    # measured on the slower cluster; the other one takes half of it
+    assert whole.byte_s == (5e-10, 1e-9) and {route.carried for route in whole.routes.values()} == {1.0}
+    # an all-reduce of two hosts sends and receives all 5e9 bytes of a rank's gradients
+    assert whole.reduce_own_s == pytest.approx((5.0, 10.0)) and not whole.gather_own_s
+    halves = made(sharded_optimizer=True, overlap_gather=True, activation_ratio_across=0.5)
+    assert halves.reduce_own_s == halves.gather_own_s == pytest.approx((2.5, 5.0))
+    assert {route.carried for route in halves.routes.values()} == {0.5}
+    assert made(gradient_ratio_across=0.5).reduce_own_s == whole.reduce_own_s, "replicas of a stage lie in one cluster"
+    assert cost_model(text, devices=(DEVICE, slow)).step_costs(shape(layout), partition).byte_s == ()
 
 
 def test_memory_by_hand_and_as_simulated() -> None:
