@@ -92,7 +92,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
-        byte_s=_BYTE_OPERATORS * max(s.operator_s for s in speeds),
+        byte_s=carried_byte_s(max(s.operator_s for s in speeds)),
         own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
 
@@ -132,7 +132,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         described=f"layers timed on every rank; {_described(request, speeds)}",
         update_s_per_byte=max(entry[3] for entry in everyone),
-        byte_s=_BYTE_OPERATORS * max(entry[2].operator_s for entry in everyone),
+        byte_s=carried_byte_s(max(entry[2].operator_s for entry in everyone)),
         own_s=own_step_s(max(entry[2].operator_s for entry in everyone)),
     )
 
@@ -208,6 +208,11 @@ def _profiled(
 def own_step_s(operator_s: float) -> float:
     """Seconds of a rank's own in a step, outside of microbatches and the optimizer, where a tiny operator takes so many."""
     return _STEP_OPERATORS * operator_s
+
+
+def carried_byte_s(operator_s: float) -> float:
+    """Seconds of a processor's time for each byte that it sends or receives by sockets, where a tiny operator takes so many."""
+    return _BYTE_OPERATORS * operator_s
 
 
 def time_update(device: torch.device) -> float:

@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule
 from lightning_holmes.admission import step_arguments
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.live_costs import LARGEST_RUN, own_step_s, time_update
+from lightning_holmes.live_costs import LARGEST_RUN, carried_byte_s, own_step_s, time_update
 from lightning_holmes.live_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -355,12 +355,13 @@ def _training(
     """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
-    update_s_per_byte = own_s = 0.0
+    update_s_per_byte = byte_s = own_s = 0.0
     here = request.device_type is None
     if here:
         device = next(model.parameters()).device
         update_s_per_byte = time_update(device)
-        own_s = own_step_s(probe_device(device, seconds=_PROBE_S).operator_s)
+        operator_s = probe_device(device, seconds=_PROBE_S).operator_s
+        byte_s, own_s = carried_byte_s(operator_s), own_step_s(operator_s)
     return make_training(
         options,
         cost,
@@ -368,6 +369,7 @@ def _training(
         batch_samples=batch_samples,
         device="cpu" if here else "cuda",
         update_s_per_byte=update_s_per_byte,
+        byte_s=byte_s,
         own_s=own_s,
     )
 
