@@ -48,8 +48,8 @@ ProfileMode = Literal["fake", "measure"]
 _REPEATS = 5
 _MOST_REPEATS = 40
 _ENOUGH_S = 5.0  # of repeats; then two are enough
-_LONG_S = 0.15  # of a repeat, to last over several periods in which a share of a core is dealt out
-_DISTURBED, _SHORT_DISTURBED = 1.2, 1.5  # repeats that took so many times the middle one are left out
+_BLOCK_S = 0.15  # of repeats, to last over several periods in which a share of a core is dealt out
+_DISTURBED = 1.5  # repeats that took so many times the middle one are left out
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
@@ -213,17 +213,35 @@ def _measure(
         recorders.append(recorder)
         recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
         totals.append(recorded * (ended[1] - began[1]) / (ended[0] - began[0]))
-    middle = statistics.median_low(totals)
-    # a host with a share of a core stops and goes, and its pauses are part of its speed, as are those that others on the
-    # machine make; only what was plainly disturbed is left out. Pauses make short repeats more unlike each other.
-    limit = (_DISTURBED if middle > _LONG_S else _SHORT_DISTURBED) * middle
-    kept = [(recorder, total) for recorder, total in zip(recorders, totals, strict=True) if total <= limit]
-    recorded = math.fsum(math.fsum(recorder.forward) + math.fsum(recorder.backward) for recorder, _ in kept)
-    scale = math.fsum(total for _, total in kept) / recorded
+    kept = undisturbed(totals)
+    recorded = math.fsum(math.fsum(recorders[i].forward) + math.fsum(recorders[i].backward) for i in kept)
+    scale = math.fsum(totals[i] for i in kept) / recorded
     for name in ("forward", "backward"):
-        columns = zip(*(getattr(recorder, name) for recorder, _ in kept), strict=True)
+        columns = zip(*(getattr(recorders[i], name) for i in kept), strict=True)
         setattr(noted, name, [scale * statistics.fmean(column) for column in columns])
     return noted
+
+
+def undisturbed(seconds: Sequence[float]) -> list[int]:
+    """Which of some repeats, by their seconds, count: what else runs on the machine only adds.
+
+    A host with a share of a core stops and goes, and its pauses are part of its speed. So repeats are put together, in
+    their order, until they last over several periods of the share, and the quicker half of these blocks counts. Where all
+    together are shorter than that, those do that took no more than 1.5 times the middle one.
+    """
+    blocks: list[list[int]] = [[]]
+    for index in range(len(seconds)):
+        if math.fsum(seconds[i] for i in blocks[-1]) >= _BLOCK_S:
+            blocks.append([])
+        blocks[-1].append(index)
+    if len(blocks) > 1 and math.fsum(seconds[i] for i in blocks[-1]) < _BLOCK_S:
+        blocks.pop()
+    if len(blocks) == 1:
+        limit = _DISTURBED * statistics.median_low(seconds)
+        return [index for index, taken in enumerate(seconds) if taken <= limit]
+    means = [statistics.fmean(seconds[i] for i in block) for block in blocks]
+    limit = statistics.median_low(means)
+    return [index for block, mean in zip(blocks, means, strict=True) for index in block if mean <= limit]
 
 
 def _with_own_gradients(shadow: LightningModule) -> LightningModule:

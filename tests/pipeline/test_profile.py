@@ -14,7 +14,7 @@ from torch import nn
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
-from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.pipeline.profile import build_fake, profile_step, undisturbed
 from lightning_holmes.pipeline.trace import trace_step
 
 
@@ -142,6 +142,15 @@ def test_measured_seconds_are_those_of_the_parts() -> None:
     # the sum of the parts, each at its quickest, is a step; the machine may be busy with other things
     assert 0.3 * min(times) < cost.forward + cost.backward < 1.7 * max(times)
     assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
+
+
+def test_the_quicker_half_counts_whatever_a_repeat_lasts() -> None:
+    assert undisturbed([0.2, 0.3, 0.25, 0.9, 0.21]) == [0, 2, 4]
+    # pauses of a tenth of a second in every second repeat: blocks of two, 0.075 s each, but for one that was disturbed
+    stops = [0.025, 0.125] * 3 + [0.025, 0.325] + [0.025, 0.125] * 2
+    assert undisturbed(stops) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    assert undisturbed([0.010, 0.011, 0.020, 0.009]) == [0, 1, 3], "too short for blocks"
+    assert undisturbed([0.010]) == [0] and undisturbed([3.0, 2.0]) == [1]
 
 
 def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
