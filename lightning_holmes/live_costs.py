@@ -28,7 +28,7 @@ from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
-_MEASURE_S = 1.5  # of timing the layers, at the least
+_MEASURE_S = 3.0  # of timing the layers, at the least, in all sizes of microbatches together
 LARGEST_RUN = 50_000_000
 """Parameters of a module that may be run whole on one rank for its profile."""
 # Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
@@ -112,7 +112,9 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
     found: list[ModelCost] = []
     problem = None
     for number in sizes:
-        cost = _profiled(request, structure, samples=number, mode="measure", operator_s=0.0)
+        cost = _profiled(
+            request, structure, samples=number, mode="measure", operator_s=0.0, seconds=_MEASURE_S / len(sizes)
+        )
         if isinstance(cost, str):
             problem = cost
             break
@@ -176,6 +178,7 @@ def _profiled(
     samples: int,
     mode: Literal["fake", "measure"],
     operator_s: float,
+    seconds: float = 0.0,
 ) -> ModelCost | str:
     """The costs of a microbatch of at most so many samples on this rank; or why they cannot be had."""
     module, whole = request.module, request.lesson.batch_size or 1
@@ -198,7 +201,7 @@ def _profiled(
                 microbatch_samples=-(-whole // parts),
                 operator_s=operator_s,
                 may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
-                seconds=_MEASURE_S,
+                seconds=seconds,
             )
     except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
         text = str(error).splitlines()[0] if str(error) else "no message"
