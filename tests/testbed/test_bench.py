@@ -82,10 +82,11 @@ def test_shares_are_of_the_slowest_ranks_median_step() -> None:
 
 
 def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
-    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0)
-    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0)
+    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0, peak_bytes=8.0)
+    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0, peak_bytes=9.0)
     failed = Result(name="x", title="X", problem="it fell over")
-    assert bench.join([first, second]).rank_steps_s == [[1.0, 3.0], [2.0, 4.0]]
+    both = bench.join([first, second])
+    assert both.rank_steps_s == [[1.0, 3.0], [2.0, 4.0]] and both.peak_bytes == 9.0
     joined = bench.join([first, failed])
     assert joined.rank_steps_s == [[1.0], [2.0]] and joined.problem == "1 of 2 runs failed: it fell over"
     assert bench.join([failed]).problem == "it fell over"

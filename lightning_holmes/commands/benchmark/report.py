@@ -28,7 +28,7 @@ class Result:
     """What one contender gave.
 
     rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
-    a step on its cards, the largest of all hosts. problem says why there are no figures; can_run is False where the
+    a step on its cards, the largest of all hosts; peak_bytes the most memory that a rank's process held. problem says why there are no figures; can_run is False where the
     network is not one for this contender.
     """
 
@@ -37,6 +37,7 @@ class Result:
     rank_steps_s: list[list[float]] = dataclasses.field(default_factory=list)
     ethernet_bytes: float = 0.0
     fast_bytes: float = 0.0
+    peak_bytes: float = 0.0
     problem: str | None = None
     can_run: bool = True
 
@@ -76,11 +77,11 @@ class Report:
         """The table, and what did not run."""
         table = Table(title=self.network)
         table.add_column("contender")
-        for title in ("seconds a step", "share of the floor", "Ethernet MB a step", "fast MB a step"):
+        for title in ("seconds a step", "share of the floor", "Ethernet MB a step", "fast MB a step", "peak RSS MB"):
             table.add_column(title, justify="right")
         for result in self.results:
             if result.step_s is None:
-                table.add_row(result.title, "-", "-", "-", "-")
+                table.add_row(result.title, *"-----")
                 continue
             share = self.share(result)
             table.add_row(
@@ -89,6 +90,7 @@ class Report:
                 "-" if share is None else f"{share:.2f}",
                 f"{result.ethernet_bytes / _MEGABYTE:.1f}",
                 f"{result.fast_bytes / _MEGABYTE:.1f}",
+                f"{result.peak_bytes / _MEGABYTE:.0f}",
             )
         # without a terminal nothing is known of the width: let no column be folded
         console = Console(width=None if sys.stdout.isatty() else 160)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,7 @@ def main(name: str, folder: Path) -> None:
         "steps_s": clock.measured_s(),
         "sent_bytes": {interface: after[interface] - before[interface] for interface in after},
         "samples": data.batch_size,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
