@@ -25,7 +25,7 @@ from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
-from lightning_holmes.torch_private import is_batch_norm, is_dropout
+from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
 _TORCH_CLIPPING = frozenset(
     {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"}
@@ -202,6 +202,13 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} overrides backward(), but a pipeline runs the backward itself, stage by stage; scale or combine "
             f"losses in training_step instead"
         )
+    for parameter_name, parameter in module.named_parameters() if is_pipeline else ():
+        if has_accumulation_hook(parameter):
+            raise UnsupportedModuleError(
+                f"{name}.{parameter_name} has a hook by register_post_accumulate_grad_hook, which would be called for each "
+                f"microbatch with a part of the batch's gradient; change or use gradients in on_before_optimizer_step, or step "
+                f"by the optimizer that configure_optimizers returns"
+            )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"

@@ -7,6 +7,8 @@ gradients.hand_over(last=True)             # inside Strategy.backward: p.grad is
 """
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,7 +50,8 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
-_SHARING_TRIALS = 3
+_SHARING_TRIALS, _SHARING_BYTES = 3, 4 * 2**20
+_SHARING_BUDGET_S = 0.5  # no further trial behind so many seconds
 _LOOK_EVERY = 20  # windows between two looks at what other groups have changed
 
 
@@ -165,6 +168,7 @@ class Gradients:
             stages=pipeline.stages,
         )
         self._chooser = None
+        self._compresses = options.compression is not None
         if sync_groups is not None:
             self._chooser = SyncChooser(
                 self._buffer,
@@ -323,21 +327,25 @@ class Gradients:
         buckets = self._buffer.buckets
         if collective is None or sync_groups is None or not buckets:
             return 0.0, 0.0, 0.0
-        largest = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
-        seconds = torch.zeros(3, device=self._device)
-        for place, function in enumerate((collective.sum, collective.scatter, collective.gather)):
-            taken = []
-            for _ in range(_SHARING_TRIALS):
-                ticket = self._lane.start(functools.partial(function, largest))
+        tensor = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
+        if not self._compresses:  # what compresses knows whole buckets only
+            most = max(1, _SHARING_BYTES // tensor.itemsize // self._buffer.data_parallel_size)
+            tensor = tensor[: most * self._buffer.data_parallel_size]
+        agreed, group = torch.full((4,), math.inf, device=self._device), sync_groups.whole
+        began = time.perf_counter()
+        for _ in range(_SHARING_TRIALS):
+            for place, function in enumerate((collective.sum, collective.scatter, collective.gather)):
+                ticket = self._lane.start(functools.partial(function, tensor))
                 ticket.wait()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                taken.append(ticket.seconds() or 0.0)
-            seconds[place] = min(taken)
-        seconds *= sum(bucket.buffer.numel() for bucket in buckets) / max(1, largest.numel())
-        group = sync_groups.whole
-        self._lane.start(lambda: dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)).wait()
-        sum_s, scatter_s, gather_s = seconds.tolist()
+                agreed[place] = min(float(agreed[place]), ticket.seconds() or 0.0)
+            agreed[3] = time.perf_counter() - began
+            self._lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+            if float(agreed[3]) > _SHARING_BUDGET_S:
+                break
+        agreed *= sum(bucket.buffer.numel() for bucket in buckets) / max(1, tensor.numel())
+        sum_s, scatter_s, gather_s, _ = agreed.tolist()
         return sum_s, scatter_s, gather_s
 
     def _gather_parts(self, tensor: Tensor) -> None:

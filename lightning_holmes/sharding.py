@@ -16,12 +16,13 @@ import psutil
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes.admission import code_of, overridden_hooks, users_callbacks
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.gradients import Gradients
-from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
+from lightning_holmes.optim.elementwise import Separability, flattened, step_seconds, test_separability
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
@@ -214,12 +215,15 @@ def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
 def _may_reach_gradients(hook: Any) -> bool:
     """Whether a hook's code does anything with trainer, module or optimizer but read what holds no gradients."""
     code = code_of(hook)
-    if code is None or code.co_freevars or code.co_cellvars:
+    if code is None or code.co_freevars or code.co_cellvars or "grad" in code.co_names:
         return True
     several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
     harmless = {"outputs", "batch", "batch_idx", "epoch"}
-    if isinstance(getattr(hook, "__self__", None), pl.Callback):
+    owner = getattr(hook, "__self__", None)
+    if isinstance(owner, pl.Callback):
+        if any(isinstance(kept, nn.Module | nn.Parameter | Optimizer) for kept in flattened(vars(owner), depth=4)):
+            return True  # what it has kept, in setup for example, needs no argument
         harmless.add(named[0])
     watched = set(named) - harmless
     instructions = list(dis.get_instructions(code))

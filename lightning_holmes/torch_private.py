@@ -281,6 +281,11 @@ def is_broken_graph(error: BaseException) -> bool:
     return type(error).__module__ == "torch._dynamo.exc" and "torch.compiler.disable" in str(error)
 
 
+def has_accumulation_hook(parameter: Tensor) -> bool:
+    """Whether somebody is called behind each accumulation of a parameter's gradient."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has made a module, or ``module.compile()`` has compiled it in place."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

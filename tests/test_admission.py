@@ -1,12 +1,15 @@
-"""What the strategy takes a callback's hook to read."""
+"""What the strategy takes a callback's hook to read, and hooks that it refuses."""
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 
-from lightning_holmes.admission import _uses_its_arguments
+from lightning_holmes.admission import _uses_its_arguments, check_module
+from lightning_holmes.errors import UnsupportedModuleError
 
 
 class Clock(Callback):
@@ -30,3 +33,15 @@ def test_a_hook_that_never_looks_at_its_arguments_is_told_from_one_that_does(hoo
     assert not _uses_its_arguments(getattr(Clock(), hook))
     assert _uses_its_arguments(getattr(Reader(), hook))
     assert _uses_its_arguments(getattr(LambdaCallback(**{hook: lambda *arguments: print(arguments[1])}), hook))
+
+
+def test_a_hook_behind_each_accumulation_is_refused_in_a_pipeline() -> None:
+    module = pl.LightningModule()
+    module.layer = nn.Linear(2, 2)
+    hook = module.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UnsupportedModuleError, match="weight has a hook by register_post_accumulate"):
+        check_module(module, fitting=True)
+    check_module(module, fitting=True, is_pipeline=False)
+    check_module(module, fitting=False)
+    hook.remove()
+    check_module(module, fitting=True)

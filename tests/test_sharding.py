@@ -69,6 +69,23 @@ class Hidden(pl.Callback):
         pass
 
 
+class Kept(pl.Callback):
+    """Has kept parameters, and needs no argument to read their gradients."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.watched = {"all": list(pl_module.parameters())}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sizes = [None if getattr(p, "g" + "rad") is None else 1 for p in self.watched["all"]]
+
+
+def tell_gradients(trainer: Any, pl_module: Any) -> None:
+    print(MODULE.weight.grad)
+
+
+MODULE = nn.Linear(1, 1)
+
+
 class Module(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("loss_scale", 1.0)
@@ -88,5 +105,11 @@ def test_hooks_that_may_reach_gradients() -> None:
     assert found(pl.LightningModule(), Clock(), Ticks(), pl.callbacks.LearningRateMonitor()) == []
     assert found(Module(), Norms(), Hidden()) == ["Norms.on_before_optimizer_step", "Hidden.on_after_backward"]
     assert found(Clipping()) == ["Clipping.configure_gradient_clipping"]
+    kept = Kept()
+    assert found(pl.LightningModule(), kept) == []
+    kept.setup(None, nn.Linear(2, 2), "fit")
+    assert found(pl.LightningModule(), kept) == ["Kept.on_train_batch_end"]
+    told = pl.callbacks.LambdaCallback(on_after_backward=tell_gradients)
+    assert found(pl.LightningModule(), told) == ["LambdaCallback.on_after_backward"], "of a module that is no argument"
     asked = pl.callbacks.LambdaCallback(on_train_batch_end=lambda trainer, module, *_: module.zero_grad())
     assert found(pl.LightningModule(), asked) == ["LambdaCallback.on_train_batch_end"]

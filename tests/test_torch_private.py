@@ -99,6 +99,16 @@ def test_dropouts_are_known() -> None:
     assert not torch_private.is_dropout(nn.ReLU())
 
 
+def test_hooks_behind_an_accumulation_are_known() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: None)
+    assert not torch_private.has_accumulation_hook(parameter)
+    hook = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert torch_private.has_accumulation_hook(parameter)
+    hook.remove()
+    assert not torch_private.has_accumulation_hook(parameter)
+
+
 def test_versions_grow_with_changes_in_place() -> None:
     x = torch.ones(3)
     before = torch_private.tensor_version(x)

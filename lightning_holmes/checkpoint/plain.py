@@ -144,7 +144,8 @@ def load_optimizer_state_dict(
 
     def laid_out(name: str, parameter: Tensor) -> dict[str, Any] | None:
         state = states.get(name)
-        return None if state is None else {k: _laid_out(v, parameter) for k, v in state.items() if k != MASTER_WEIGHT}
+        own = {k: _laid_out(v, parameter) for k, v in (state or {}).items() if k != MASTER_WEIGHT}
+        return own or None
 
     own = [[name for name in names if name in local] for names in groups]
     load_states(

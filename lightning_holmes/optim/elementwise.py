@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 Level = Literal["elements", "parameters", "none"]
 
-_SHAPES: dict[int, tuple[int, ...]] = {1: (4620,), 2: (70, 66), 3: (22, 21, 10), 4: (14, 11, 6, 5)}
-"""Test tensors by number of dimensions. Larger than 4096 elements, below which 8-bit optimizers keep 32 bits."""
-_CUTS = (0, 997, 1003, 4620)
+_SHAPES: dict[int, tuple[int, ...]] = {1: (17160,), 2: (132, 130), 3: (26, 22, 30), 4: (13, 12, 11, 10)}
+"""Test tensors by number of dimensions. Larger than 4096 elements, below which 8-bit optimizers keep 32 bits; and matrices of more
+than 128 rows and columns, below which some keep second moments whole that they factor otherwise."""
+_CUTS = (0, 997, 1003, 17160)
 """Places where a test tensor is cut: no multiples of a row, a vector register or a block."""
 _SCALES = (1.0, 1e3, 1e-4)
 """Sizes of the gradients of successive steps: a clipping inside the optimizer shows with one of them."""
@@ -106,6 +107,7 @@ def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device)
     """Seconds that a step takes for each element of large parameters, measured on a tensor of a million."""
     group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
     parameter = nn.Parameter(torch.ones(1024, 1024, dtype=dtype, device=device))
+    vars(parameter).update(marks_of(group["params"][0]))
     twin = _twin(optimizer, group, [parameter])
     best = float("inf")
     for _ in range(3):
@@ -121,6 +123,11 @@ def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device)
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def marks_of(parameter: Tensor) -> dict[str, Any]:
+    """What somebody has written on a parameter, and optimizers may read; not what makes it a DTensor."""
+    return {name: value for name, value in vars(parameter).items() if name not in ("_spec", "_local_tensor")}
 
 
 def _test_group(
@@ -197,6 +204,8 @@ def _run(
 ) -> list[_Outcome]:
     """Step ``values`` with a twin of ``optimizer``; one list of gradients a step."""
     parameters = [nn.Parameter(value.clone()) for value in values]
+    for parameter in parameters:
+        vars(parameter).update(marks_of(group["params"][0]))
     twin = _twin(optimizer, group, parameters)
     with torch.random.fork_rng(enabled=True):
         torch.manual_seed(0)
@@ -265,7 +274,7 @@ def _holds_parameters(optimizer: Optimizer) -> str:
     for key, value in vars(optimizer).items():
         if key in ("state", "param_groups") or "hooks" in key:
             continue
-        for found in _flattened(value, depth=3):
+        for found in flattened(value, depth=3):
             if id(found) in own:
                 return f"{name} keeps parameters in its attribute {key!r}, beside its groups"
             if isinstance(found, (Optimizer, nn.Module)):
@@ -273,12 +282,13 @@ def _holds_parameters(optimizer: Optimizer) -> str:
     return ""
 
 
-def _flattened(value: Any, depth: int) -> Iterator[Any]:
+def flattened(value: Any, depth: int) -> Iterator[Any]:
+    """A value, or what lies in its containers, so many of them deep."""
     if depth and isinstance(value, Mapping):
         for entry in [*value.keys(), *value.values()]:
-            yield from _flattened(entry, depth - 1)
+            yield from flattened(entry, depth - 1)
     elif depth and isinstance(value, (list, tuple, set, frozenset)):
         for entry in value:
-            yield from _flattened(entry, depth - 1)
+            yield from flattened(entry, depth - 1)
     else:
         yield value

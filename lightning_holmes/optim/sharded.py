@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.lane import Lane
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.elementwise import Separability, test_separability
+from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
 from lightning_holmes.optim.param_gather import ParameterGather
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
@@ -153,7 +153,9 @@ class ShardedOptimizer:
             flat = flat.float() if flat.dtype != torch.float32 else flat.clone()
             if not self.by_elements:
                 flat = flat.view(sharded.local_part(parameter).shape)
-        return nn.Parameter(flat, requires_grad=parameter.requires_grad)
+        made = nn.Parameter(flat, requires_grad=parameter.requires_grad)
+        vars(made).update(marks_of(parameter))
+        return made
 
     def _flat(self, piece: Piece) -> Tensor:
         """The piece in the memory of its parameter, 1-D."""
@@ -348,8 +350,8 @@ class ShardedOptimizer:
         self.finish()
         local: dict[Piece, dict[str, Any]] = {}
         for piece, tensor in self._tensors.items():
-            state = self.optimizer.state.get(tensor)
-            if state:
+            state = self.optimizer.state.get(tensor, {})
+            if state or self._master:  # a master is kept also for an optimizer that keeps nothing itself
                 local[piece] = dict(state)
                 if self._master:
                     local[piece][MASTER_WEIGHT] = tensor.detach()

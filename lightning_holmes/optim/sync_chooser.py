@@ -25,6 +25,7 @@ from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.plan.sync_choice import SyncChoice, bucket_bytes, choose
 
 _SMALL, _LARGE = 4 * 2**10, 2**20  # bytes
+_LINK_BUDGET_S = 0.4  # for each size; a link that needs more of it is measured once
 _TRIALS = {_SMALL: 12, _LARGE: 3}  # a host with a share of a core stops for longer than a small reduction takes
 
 
@@ -78,19 +79,28 @@ class SyncChooser:
 
     def _measure_link(self, device: torch.device) -> tuple[float, float]:
         """Seconds that any reduction takes, and those of each byte; the same on all members."""
-        taken = torch.full((2,), float("inf"), device=device)
-        group = self._groups.whole
-        for index, (num_bytes, trials) in enumerate(_TRIALS.items()):
-            tensor = torch.zeros(num_bytes // 4, device=device)
-            for _ in range(trials):
-                began = time.perf_counter()
-                self._lane.start(lambda t=tensor: dist.all_reduce(t, group=group)).wait()  # type: ignore[misc]
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                taken[index] = min(float(taken[index]), time.perf_counter() - began)
-        self._lane.start(lambda: dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)).wait()
-        small, large = taken.tolist()
+        small, large = (self._time(torch.zeros(size // 4, device=device), trials) for size, trials in _TRIALS.items())
         return small, max(large - small, 0.0) / (_LARGE - _SMALL)
+
+    def _time(self, tensor: torch.Tensor, trials: int) -> float:
+        """Seconds of summing ``tensor``: the best of so many, or of as many as a part of the budget allows where it is slow;
+        the slowest member counts."""
+        group, best = self._groups.whole, torch.full((1,), float("inf"), device=tensor.device)
+
+        def largest() -> float:
+            agreed = best.clone()
+            self._lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+            return float(agreed)
+
+        for trial in range(trials):
+            began = time.perf_counter()
+            self._lane.start(lambda: dist.all_reduce(tensor, group=group)).wait()
+            if tensor.device.type == "cuda":
+                torch.cuda.synchronize(tensor.device)
+            best.clamp_(max=time.perf_counter() - began)
+            if trial == 0 and (slow := largest()) * trials > _LINK_BUDGET_S:
+                return slow
+        return largest()
 
     def in_empty_window(self, step: int) -> SyncChoice | None:
         """Choose if that is due; a new window has begun, and nothing is in the buckets yet."""

@@ -7,7 +7,9 @@
 The graph is walked once. The nodes that lead to the input are the trunk. A matrix that is read at one place of the trunk
 only is put off: the gradients that arrive at that place are kept, and the second part goes on from there to the
 matrix, as zero-bubble schedules want it (arXiv 2401.10241). All else (parameters read at several places, by roots that
-do not depend on the input, or too small to be worth a second visit) gets its gradient in the first part.
+do not depend on the input, by an autograd.Function of the user, whose backward may not run twice, or too small to be worth a
+second visit) gets its gradient in the first part. What is kept is what arrives before hooks on that tensor: they run in
+both parts, for each of which the gradient goes through them once.
 
 torch.distributed.pipelining has such functions, too. Theirs (torch 2.13) go through a graph twice, and fail, where a
 parameter is read at places that others read as well (a time embedding which conditions every layer); lose what comes by
@@ -18,9 +20,11 @@ roots that do not depend on the input; and detach roots in place, which views re
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_holmes.errors import UnsupportedModuleError
@@ -41,16 +45,16 @@ class SplitBackward:
         self._roots, self._gradients = list(roots), list(gradients)
         self._received = [tensor for tensor in received if tensor.requires_grad]
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._kept: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._kept: dict[GradientEdge, Tensor] = {}
         self._put_off: dict[Node, list[str]] = {}
 
     def input(self, accumulate: Accumulate) -> None:
         """Fill the ``grad`` of what was received, and hand over the gradients that are not put off."""
         if not self._roots:
             return
-        at_once, self._put_off = _sort(self._roots, self._received, self._parameters)
-        hooks = [node.register_prehook(self._keep(node)) for node in self._put_off]
-        targets = [*self._received, *(self._parameters[name] for name in at_once)]
+        at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters)
+        kept = [GradientEdge(node, index) for node in self._put_off for index in sorted(entries[node])]
+        targets: list[Any] = [*self._received, *(self._parameters[name] for name in at_once), *kept]
         try:
             found = torch.autograd.grad(
                 self._roots, targets, self._gradients, retain_graph=bool(self._put_off), allow_unused=True
@@ -62,21 +66,14 @@ class SplitBackward:
                 "zero-bubble schedules go through a backward in two parts, which code compiled by torch.compile does not allow; "
                 "use another schedule, such as 1f1b, or leave what is compiled uncompiled"
             ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._roots, self._gradients = [], []  # what of the graph lies behind the places kept can go
         for tensor, gradient in zip(self._received, found, strict=False):
             tensor.grad = gradient
-        for name, gradient in zip(at_once, found[len(self._received) :], strict=True):
+        rest = found[len(self._received) :]
+        self._kept = {edge: g for edge, g in zip(kept, rest[len(at_once) :], strict=True) if g is not None}
+        for name, gradient in zip(at_once, rest, strict=False):
             if gradient is not None:
                 accumulate(name, gradient)
-
-    def _keep(self, node: Node) -> Callable[[tuple[Tensor, ...]], None]:
-        def arrived(gradients: tuple[Tensor | None, ...]) -> None:
-            self._kept[node] = gradients
-
-        return arrived
 
     @property
     def places(self) -> list[Node]:
@@ -86,13 +83,13 @@ class SplitBackward:
     def weight(self, accumulate: Accumulate) -> None:
         """Hand over the gradients that were put off, by the names of their parameters."""
         put_off, self._put_off = self._put_off, {}
+        kept, self._kept = self._kept, {}
         for node, names in put_off.items():
-            arrived = [(i, g) for i, g in enumerate(self._kept.pop(node, ())) if g is not None]
+            arrived = {edge: kept.pop(edge) for edge in list(kept) if edge.node is node}
             if not arrived:
                 continue
-            edges = [GradientEdge(node, index) for index, _ in arrived]
             parameters = [self._parameters[name] for name in names]
-            found = torch.autograd.grad(edges, parameters, [g for _, g in arrived], allow_unused=True)
+            found = torch.autograd.grad(list(arrived), parameters, list(arrived.values()), allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     accumulate(name, gradient)
@@ -100,9 +97,9 @@ class SplitBackward:
 
 def _sort(
     roots: Sequence[Tensor], received: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
-) -> tuple[list[str], dict[Node, list[str]]]:
-    """The parameters whose gradients are computed at once, and those that are put off by the node of the trunk where
-    they are read."""
+) -> tuple[list[str], dict[Node, list[str]], dict[Node, set[int]]]:
+    """The parameters whose gradients are computed at once, those that are put off by the node of the trunk where
+    they are read, and at which of its outputs gradients come to each node."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     inputs = {id(tensor) for tensor in received}
     trunk: set[Node] = set()
@@ -110,7 +107,14 @@ def _sort(
     places: dict[str, list[Node]] = defaultdict(list)
     several: set[str] = set()
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
+    entries: dict[Node, set[int]] = defaultdict(set)
+    for root in roots:
+        if root.grad_fn is not None:
+            entries[root.grad_fn].add(root.output_nr)
     for node in _behind_first(starts):
+        for f, index in node.next_functions:
+            if f is not None:
+                entries[f].add(index)
         following = [f for f, _ in node.next_functions if f is not None]
         variable = getattr(node, "variable", None)
         if (variable is not None and id(variable) in inputs) or any(f in trunk for f in following):
@@ -126,13 +130,18 @@ def _sort(
     put_off: dict[Node, list[str]] = defaultdict(list)
     at_once = [name for name in parameters if name in several and name not in places]
     for name, nodes in places.items():
-        if len(nodes) > 1 or name in several:
+        if len(nodes) > 1 or name in several or _is_users_own(nodes[0]):
             at_once.append(name)
         else:
             put_off[nodes[0]].append(name)
     for node in [n for n, read in put_off.items() if all(parameters[name].ndim < 2 for name in read)]:
         at_once += put_off.pop(node)
-    return at_once, dict(put_off)
+    return at_once, dict(put_off), entries
+
+
+def _is_users_own(node: Node) -> bool:
+    """Whether a node is of an autograd.Function, but not that of compiled code, which says itself that it runs but once."""
+    return isinstance(node, BackwardCFunction) and "CompiledFunction" not in type(node).__name__
 
 
 def _behind_first(starts: Sequence[Node]) -> list[Node]:

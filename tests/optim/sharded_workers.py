@@ -46,6 +46,26 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(state["mean"] * (group["lr"] * p.norm() / (state["mean"].norm() + 1e-6)))
 
 
+class Marked(torch.optim.Optimizer):
+    """Reads a learning rate that somebody has written on each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.own_rate * p.grad)
+
+
+def marked(module: nn.Module) -> torch.optim.Optimizer:
+    for number, parameter in enumerate(module.parameters()):
+        parameter.own_rate = 0.1 + 0.01 * number  # type: ignore[attr-defined]
+    return Marked(module.parameters())
+
+
 def two_groups(cls: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     def make(module: nn.Module) -> torch.optim.Optimizer:
         named = list(module.named_parameters())
@@ -66,6 +86,8 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] 
     "adamw_fused": ("elements", two_groups(torch.optim.AdamW, lr=0.05, fused=True)),
     "adamw_amsgrad_foreach": ("elements", two_groups(torch.optim.AdamW, lr=0.05, foreach=True, amsgrad=True)),
     "sgd": ("elements", two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    "sgd_without_states": ("elements", two_groups(torch.optim.SGD, lr=0.1)),
+    "marked": ("elements", marked),
     "rmsprop": ("elements", two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
     "asgd": ("elements", two_groups(torch.optim.ASGD, lr=0.05)),
     "muon": ("parameters", matrices(torch.optim.Muon, lr=0.05)),
@@ -218,7 +240,7 @@ def run_all(payload: Any) -> list[str]:
         for whole in (False, True):
             compare(name, make, level, whole=whole, rank=dist.get_rank())
             done.append(name)
-        if name in ("adamw", "adafactor"):
+        if name in ("adamw", "adafactor", "sgd_without_states"):
             for whole in (False, True):
                 compare_masters(make, whole=whole or level == "parameters", rank=dist.get_rank())
     return done

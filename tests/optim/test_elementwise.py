@@ -65,6 +65,25 @@ def by_dimensions(self: Any, group: dict[str, Any], p: Tensor) -> None:
     p.sub_(group["lr"] * (p.grad if p.ndim < 4 else p.grad / p.grad[0].norm()))
 
 
+def factored_when_large(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    """As some Adafactors do, whose smallest dimension to factor is 128."""
+    square = p.grad.square() + 1e-30
+    if p.ndim == 2 and min(p.shape) >= 128:
+        square = square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+    p.sub_(group["lr"] * p.grad * square.rsqrt())
+
+
+def by_marks(self: Any, group: dict[str, Any], p: Tensor) -> None:
+    p.sub_(p.own_rate * p.grad)  # type: ignore[attr-defined]
+
+
+def marked() -> list[nn.Parameter]:
+    found = parameters()
+    for parameter in found:
+        parameter.own_rate = 0.1  # type: ignore[attr-defined]
+    return found
+
+
 @pytest.mark.parametrize(
     ("make", "level", "keys", "state_bytes"),
     [
@@ -83,6 +102,8 @@ def by_dimensions(self: Any, group: dict[str, Any], p: Tensor) -> None:
         (lambda: Users("a", parameters(), one_variance), "parameters", None, None),
         (lambda: Users("a", parameters(), by_dimensions), "parameters", None, None),
         (lambda: Users("a", parameters()[:2], by_dimensions), "elements", set(), 0),
+        (lambda: Users("a", parameters(), factored_when_large), "parameters", None, None),
+        (lambda: Users("a", marked(), by_marks), "elements", set(), 0),
         (lambda: Users("a", parameters(), of_all_together), "none", None, None),
     ],
 )

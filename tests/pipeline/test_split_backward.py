@@ -47,12 +47,54 @@ def two_inputs_one_unused(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[T
     return [torch.tanh(x[0]) @ p["a"]]
 
 
+def hooked(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    """A hook of the user on what a matrix gives changes the gradient for all that lies behind it, once."""
+    hidden = x[0] @ p["a"]
+    hidden.register_hook(lambda gradient: -3.0 * gradient)
+    first, second = (torch.tanh(hidden) @ p["b"]).chunk(2, dim=-1)
+    second.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    return [torch.cat((first, second), dim=-1) @ p["c"]]
+
+
+class Overwriting(torch.autograd.Function):
+    """Its backward may run but once: it computes into what was saved, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, matrix: Tensor) -> Tensor:
+        ctx.kept = [value.detach().clone(), matrix.detach().clone()]
+        return value @ matrix
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        value, matrix = ctx.kept
+        of_value = gradient @ matrix.T
+        of_matrix = value.T @ gradient
+        value.zero_()
+        matrix.zero_()
+        return of_value, of_matrix
+
+
+def own_function(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
+    return [Overwriting.apply(torch.tanh(x[0] @ p["a"]), p["b"])]
+
+
 def nothing_of_the_input(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
     return [p["scale"] @ p["a"]]
 
 
 @pytest.mark.parametrize(
-    "graph", [chain, used_twice, conditioned, beside_the_input, view, two_inputs_one_unused, nothing_of_the_input]
+    "graph",
+    [
+        chain,
+        used_twice,
+        conditioned,
+        beside_the_input,
+        view,
+        two_inputs_one_unused,
+        hooked,
+        own_function,
+        nothing_of_the_input,
+    ],
 )
 def test_gradients_are_those_of_a_whole_backward(graph: Graph) -> None:
     torch.manual_seed(1)
