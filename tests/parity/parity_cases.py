@@ -180,7 +180,10 @@ def make_cases() -> dict[str, Case]:
     for row, name in enumerate(splittable):
         for column, schedule in enumerate(SPLIT_SCHEDULES):
             layout = PIPELINES[(row + column + 1) % len(PIPELINES)]
-            cases.append(make_case(name, layout, schedule, MICROBATCHES[(row + 2 * column) % len(MICROBATCHES)]))
+            microbatches = MICROBATCHES[(row + 2 * column) % len(MICROBATCHES)]
+            sync = SYNCS[row // 3 % len(SYNCS)] if layout[1] > 1 else "auto"
+            sharded = layout[1] > 1 and row // 3 % 2 == 0
+            cases.append(make_case(name, layout, schedule, microbatches, sync, sharded=sharded))
     for place, (name, options) in enumerate(OPTIONS):
         for column, layout in enumerate(PIPELINES):
             schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
@@ -191,8 +194,12 @@ def make_cases() -> dict[str, Case]:
         for row, (name, microbatches) in enumerate(zip(("gpt", "gpt_tied", "vit", "gpt"), MICROBATCHES, strict=True)):
             layout = ((2, 1), (2, 2), (4, 1))[row % 3]
             cases.append(make_case(name, layout, schedule, microbatches, sharded=layout[1] > 1))
+        for place, sync in enumerate(SYNCS):
+            family, microbatches = ("vit", "gpt2_tied", "dit")[place], MICROBATCHES[1 + place]
+            cases.append(make_case(family, (2, 2), schedule, microbatches, sync, sharded=place == 2))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
+    cases.append(make_case("gpt_tied", (2, 4), "eager_1f1b", "2", "hierarchical", sharded=True))
     cases += [make_case(*levels, **options) for *levels, options in SPLIT_OPTIONS]
     cases += [make_case(*levels) for levels in EIGHT_RANKS]
     return dict(cases) | make_uneven_cases()

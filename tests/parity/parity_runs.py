@@ -34,7 +34,8 @@ class Record:
     """What one rank saw of a fit; ``error`` if it ended in an exception.
 
     A batch each: ``losses``, ``logs`` (the step's), ``weights`` (samples, or whatever the loss is a mean over). An
-    optimizer step each: ``norms``, before clipping. At the end: ``metrics`` (the epoch's) and the whole ``state``.
+    optimizer step each: ``norms``, before clipping. At the end: ``metrics`` (the epoch's), the whole ``state``, and ``syncs``:
+    the collectives that rank 0 has been told of.
     """
 
     data_parallel_rank: int = 0
@@ -46,6 +47,7 @@ class Record:
     initial: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    syncs: set[str] = field(default_factory=set)
     error: str = ""
 
 
@@ -117,7 +119,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             num_chunks=layout.num_chunks,
             gradient_sync=layout.gradient_sync,
             bucket_bytes=layout.bucket_bytes,
-            topology=two_clusters(fit.world_size) if layout.gradient_sync == "hierarchical" else "auto",
+            topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
             sharded_optimizer=layout.sharded_optimizer,
             # the default avoids the cuts that are to be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
@@ -151,9 +153,11 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
     return record, trainer.global_rank
 
 
-def two_clusters(world_size: int) -> Topology:
-    """Half of the ranks in each."""
-    hosts = [Host(name=name, devices=world_size // 2) for name in ("a", "b")]
+def crossed(fit: Fit) -> Topology:
+    """Two clusters for each stage, so that its replicas lie in both."""
+    assert fit.layout is not None
+    number = 2 * fit.layout.pipeline_parallel_size
+    hosts = [Host(name=f"c{index}", devices=fit.world_size // number) for index in range(number)]
     return Topology(clusters=tuple(Cluster(name=host.name, hosts=(host,)) for host in hosts))
 
 
@@ -206,4 +210,6 @@ class Recorder(pl.Callback):
     def on_fit_end(self, trainer: Trainer, module: pl.LightningModule) -> None:
         steps = self.record.logs[-1]
         self.record.metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k not in steps}
+        if isinstance(trainer.strategy, HolmesStrategy):
+            self.record.syncs = {choice.collective for choice in trainer.strategy.gradient_sync_choices}
         self.record.data_parallel_rank = getattr(trainer.strategy, "data_parallel_rank", 0)

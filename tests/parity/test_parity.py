@@ -56,6 +56,8 @@ def test_equals_the_baseline(name: str, records: dict[Fit, list[Record]]) -> Non
         expected = over_microbatches(expected, case.baseline.accumulate_grad_batches)
     assert_trained(expected)
     found = over_replicas(ranks)
+    if case.fit.layout is not None and case.fit.layout.gradient_sync != "auto":
+        assert {name for record in ranks for name in record.syncs} == {case.fit.layout.gradient_sync}
     check = Comparison(case)
     check.numbers("loss", found.losses, expected.losses)
     for step, (mine, theirs) in enumerate(zip(found.logs, expected.logs, strict=True)):
@@ -111,6 +113,8 @@ def test_the_table_covers_every_pair() -> None:
     ]
     replicated = [layout for layout in layouts if layout.endswith("xdp2")]
     pairs += [*itertools.product(replicated, SYNCS), *itertools.product(SCHEDULES, SYNCS)]
+    others = (*SPLIT_SCHEDULES, *REORDERED)
+    pairs += [*itertools.product(OPTIMIZERS, others), *itertools.product(others, SYNCS)]
     pairs += itertools.product(OPTIMIZERS, SYNCS)
     pairs += itertools.product(MICROBATCHES, SYNCS)
     without_pipeline = [(layout, s) for layout in layouts[:2] for s in schedules[1:]]

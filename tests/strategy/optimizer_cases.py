@@ -353,13 +353,14 @@ class RootOfZero(nn.Module):
 
 
 def anomaly(payload: dict[str, Any]) -> str:
-    """What a rank's fit ends with when a gradient of the second stage becomes NaN under detect_anomaly."""
+    """What a rank's fit ends with when a gradient behind ``payload["block"]`` becomes NaN under detect_anomaly."""
     module = build(Chosen, adam)
-    module.blocks[3] = RootOfZero(module.blocks[3])
+    block = payload["block"]
+    module.blocks[block] = RootOfZero(module.blocks[block])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=HolmesStrategy(pipeline_parallel_size=2),
+        strategy=HolmesStrategy(pipeline_parallel_size=2, sharded_optimizer=payload["sharded"]),
         detect_anomaly=True,
         max_epochs=1,
         logger=False,
