@@ -21,6 +21,7 @@ from lightning_holmes.comm.collectives import (
     Collective,
     Compressed,
     Hierarchical,
+    Named,
     PointToPoint,
     ReduceScatter,
     SyncGroups,
@@ -46,9 +47,8 @@ class Measured:
 
 def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -> dict[str, Collective]:
     """The candidates for a group, by name, simplest first; what crosses clusters goes through ``compressor``."""
-    whole: dict[str, Collective] = {
-        made.name: made for made in (AllReduce(groups.whole), ReduceScatter(groups.whole), PointToPoint(groups.whole))
-    }
+    plain: tuple[Collective, ...] = (AllReduce(groups.whole), ReduceScatter(groups.whole), PointToPoint(groups.whole))
+    whole: dict[str, Collective] = {made.name: Named(made, groups, groups.whole) for made in plain}
     if not groups.crosses:
         return whole
     found = whole
@@ -57,7 +57,7 @@ def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -
     elif compressor is not None:
         found = {name: Compressed(collective, compressor) for name, collective in whole.items()}
     if groups.inside is not None and groups.across is not None:
-        across = AllReduce(groups.across)
+        across = Named(AllReduce(groups.across), groups, groups.across)
 
         def sum_across(part: Tensor) -> None:
             if compressor is None or isinstance(compressor, PowerSGD):
@@ -68,8 +68,11 @@ def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -
         if isinstance(compressor, PowerSGD):
             return found  # a part of a bucket has no matrices
         native = dist.get_backend(groups.inside) == "nccl"
-        level = ReduceScatter(groups.inside) if native else PointToPoint(groups.inside)
-        found["hierarchical"] = Hierarchical(level, groups.inside, sum_across, groups.whole)
+        level: Collective = ReduceScatter(groups.inside) if native else PointToPoint(groups.inside)
+        level = Named(level, groups, groups.inside)
+        found["hierarchical"] = Named(
+            Hierarchical(level, groups.inside, sum_across, groups.whole), groups, groups.whole
+        )
     return found
 
 

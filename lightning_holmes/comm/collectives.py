@@ -12,6 +12,7 @@ Shapes: n elements, a multiple of the number of members.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.comm.compression import Compressor
+from lightning_holmes.comm.lost import naming
 
 COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
 
@@ -38,6 +40,7 @@ class SyncGroups:
         crosses: they are in several clusters.
         inside, across: where ``whole`` crosses clusters and has as many members, two or more, in each: those of this
             rank's cluster; and those at its place in each cluster.
+        describe: a group in words, for messages.
     """
 
     whole: dist.ProcessGroup
@@ -45,6 +48,11 @@ class SyncGroups:
     crosses: bool = False
     inside: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None
+    describe: Callable[[dist.ProcessGroup | None], str] = str
+
+    def naming(self, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """Around what goes over one of the groups: a connection that is lost is told with its name."""
+        return naming(lambda: f"on rank {dist.get_rank()} while gradients were summed in {self.describe(group)}")
 
     @property
     def size(self) -> int:
@@ -165,6 +173,31 @@ class Hierarchical:
 
     def gather(self, tensor: Tensor) -> None:
         _native_gather(tensor, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """``collective``, over ``group`` of ``groups``, whose lost connections are told with the group's name."""
+
+    collective: Collective
+    groups: SyncGroups
+    group: dist.ProcessGroup
+
+    @property
+    def name(self) -> str:
+        return self.collective.name
+
+    def sum(self, tensor: Tensor) -> None:
+        with self.groups.naming(self.group):
+            self.collective.sum(tensor)
+
+    def scatter(self, tensor: Tensor) -> None:
+        with self.groups.naming(self.group):
+            self.collective.scatter(tensor)
+
+    def gather(self, tensor: Tensor) -> None:
+        with self.groups.naming(self.group):
+            self.collective.gather(tensor)
 
 
 @dataclass(frozen=True, slots=True)

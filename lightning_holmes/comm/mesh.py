@@ -284,7 +284,9 @@ def _build_sync_groups(
     if whole is None:
         return None
     crosses = len({places[rank] for rank in ranks}) > 1
-    return SyncGroups(whole=whole, ranks=tuple(ranks), crosses=crosses, inside=inside, across=across)
+    return SyncGroups(
+        whole=whole, ranks=tuple(ranks), crosses=crosses, inside=inside, across=across, describe=builder.describe
+    )
 
 
 def _product(first: int, second: int) -> list[tuple[int, int]]:

@@ -6,15 +6,17 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.choice import make_collectives, measure
-from lightning_holmes.comm.collectives import SyncGroups
+from lightning_holmes.comm.collectives import Named, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
 from lightning_holmes.comm.sync_board import SyncBoard
+from lightning_holmes.errors import ConnectionLostError
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.torch_private import default_store
@@ -67,9 +69,27 @@ def everything(_: Any) -> dict[str, Any]:
     measured = measure(make_collectives(groups), [buffer], groups.whole, lane, budget_s=0.3)
     found["measured"] = (dict(measured.seconds), measured.num_bytes, time.perf_counter() - began, float(buffer.sum()))
     found["board"] = board(rank)
+    found["lost"] = [lost(groups, group) for group in (groups.whole, groups.inside, groups.across)]
     lane.close()
     dist.barrier()
     return found
+
+
+class Broken:
+    """A collective whose connections break."""
+
+    name = "broken"
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        raise RuntimeError("Connection closed by peer [10.0.0.1]:4242")
+
+    scatter = gather = sum
+
+
+def lost(groups: SyncGroups, group: Any) -> str:
+    with pytest.raises(ConnectionLostError) as raised:
+        Named(Broken(), groups, group).gather(torch.zeros(1))
+    return str(raised.value)
 
 
 def power_sgd(groups: SyncGroups, columns: int) -> list[torch.Tensor]:

@@ -64,6 +64,13 @@ def test_thin_matrices_of_full_rank_are_exact_and_of_low_rank_keep_what_they_lac
         assert torch.equal(total, ranks[0]["powersgd"][2][0])
 
 
+def test_a_lost_connection_is_told_with_the_group_over_which_it_was(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        for text, part in zip(found["lost"], ("", "_inside_", "_across_"), strict=True):
+            assert f"connection lost on rank {rank} while gradients were summed in the group holmes_gradients_" in text
+            assert part in text and "(gloo" in text and "Connection closed by peer" in text
+
+
 def test_groups_tell_rank_0_what_they_use(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["crosses"]
     assert ranks[0]["board"] == [f'[[{stage}], "p2p", {{"p2p": 0.5}}]' for stage in (1, 1, 2, 2)]
