@@ -206,10 +206,10 @@ class Recorder(pl.Callback):
         self.record.losses.append(outputs["loss"].item())
         self.record.logs.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("train_")})
         self.record.weights.append(float(weight(batch)))
+        if isinstance(trainer.strategy, HolmesStrategy):
+            self.record.syncs |= {choice.collective for choice in trainer.strategy.gradient_sync_choices}
 
     def on_fit_end(self, trainer: Trainer, module: pl.LightningModule) -> None:
         steps = self.record.logs[-1]
         self.record.metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k not in steps}
-        if isinstance(trainer.strategy, HolmesStrategy):
-            self.record.syncs = {choice.collective for choice in trainer.strategy.gradient_sync_choices}
         self.record.data_parallel_rank = getattr(trainer.strategy, "data_parallel_rank", 0)
