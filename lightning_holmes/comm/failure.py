@@ -25,7 +25,7 @@ _DOUBT_KEY = "doubt"
 _NOTICE_S = 3.0  # a failing rank stays this long, so that the others can read why
 _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
-_CAUSE_S = 3.0  # how long to wait for another rank to say why a connection broke
+_CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
 _GRACE_S = 8.0
 _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to answer its last request
 
