@@ -243,7 +243,7 @@ def _may_reach_gradients(hook: Any) -> bool:
 
 
 def _reads_group_params(hook: Any) -> bool:
-    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    code = code_of(hook)
     return code is not None and "param_groups" in code.co_names and "params" in code.co_consts
 
 

@@ -114,7 +114,7 @@ def measure(
     def one_round(tensor: Tensor) -> tuple[list[float], float]:
         """Seconds of each candidate, and those spent until then."""
         for index, collective in enumerate(candidates.values()):
-            agreed[index] = _time(collective, tensor, lane)
+            agreed[index] = time_sum(collective, tensor, lane)
         agreed[-1] = time.perf_counter() - began
         lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
         *taken, spent = agreed.tolist()
@@ -135,7 +135,8 @@ def measure(
     return Measured(seconds=dict(zip(candidates, taken, strict=True)), num_bytes=sample.numel() * sample.itemsize)
 
 
-def _time(collective: Collective, tensor: Tensor, lane: Lane) -> float:
+def time_sum(collective: Collective, tensor: Tensor, lane: Lane) -> float:
+    """Seconds until ``tensor`` is summed, by this member's clock. All members must call."""
     began = time.perf_counter()
     lane.start(lambda: collective.sum(tensor)).wait()
     if tensor.device.type == "cuda":

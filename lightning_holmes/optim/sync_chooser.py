@@ -10,14 +10,13 @@ drifted (GradSync tells all of them so at the same step). Buckets hold zeros the
     choice = chooser.in_empty_window(step)          # a SyncChoice if there is a new one
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.choice import make_collectives, measure
-from lightning_holmes.comm.collectives import SyncGroups
+from lightning_holmes.comm.choice import make_collectives, measure, time_sum
+from lightning_holmes.comm.collectives import AllReduce, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.lane import Lane
 from lightning_holmes.optim.grad_buffer import GradBuffer
@@ -93,11 +92,7 @@ class SyncChooser:
             return float(agreed)
 
         for trial in range(trials):
-            began = time.perf_counter()
-            self._lane.start(lambda: dist.all_reduce(tensor, group=group)).wait()
-            if tensor.device.type == "cuda":
-                torch.cuda.synchronize(tensor.device)
-            best.clamp_(max=time.perf_counter() - began)
+            best.clamp_(max=time_sum(AllReduce(group), tensor, self._lane))
             if trial == 0 and (slow := largest()) * trials > _LINK_BUDGET_S:
                 return slow
         return largest()

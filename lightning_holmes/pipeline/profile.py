@@ -33,6 +33,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
+from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
@@ -48,8 +49,6 @@ ProfileMode = Literal["fake", "measure"]
 _REPEATS = 5
 _MOST_REPEATS = 40
 _ENOUGH_S = 5.0  # of repeats; then two are enough
-_BLOCK_S = 0.15  # of repeats, to last over several periods in which a share of a core is dealt out
-_DISTURBED = 1.5  # repeats that took so many times the middle one are left out
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
@@ -200,7 +199,8 @@ def _measure(
     noted = _Recorder(shadow, layers, clock)
     noted.step(tree.map_tensors(Tensor.clone, arguments), context)
     recorders: list[_Recorder] = []
-    totals: list[float] = []  # seconds by the wall clock
+    recorded: list[float] = []  # seconds of each by the recorders' clock, and by the wall clock
+    totals: list[float] = []
     start = time.perf_counter()
     while True:
         number, taken = len(recorders), time.perf_counter() - start
@@ -211,37 +211,14 @@ def _measure(
         recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
         ended = clock(), wall_clock()
         recorders.append(recorder)
-        recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
-        totals.append(recorded * (ended[1] - began[1]) / (ended[0] - began[0]))
+        recorded.append(math.fsum(recorder.forward) + math.fsum(recorder.backward))
+        totals.append(recorded[-1] * (ended[1] - began[1]) / (ended[0] - began[0]))
     kept = undisturbed(totals)
-    recorded = math.fsum(math.fsum(recorders[i].forward) + math.fsum(recorders[i].backward) for i in kept)
-    scale = math.fsum(totals[i] for i in kept) / recorded
+    scale = math.fsum(totals[i] for i in kept) / math.fsum(recorded[i] for i in kept)
     for name in ("forward", "backward"):
         columns = zip(*(getattr(recorders[i], name) for i in kept), strict=True)
         setattr(noted, name, [scale * statistics.fmean(column) for column in columns])
     return noted
-
-
-def undisturbed(seconds: Sequence[float]) -> list[int]:
-    """Which of some repeats, by their seconds, count: what else runs on the machine only adds.
-
-    A host with a share of a core stops and goes, and its pauses are part of its speed. So repeats are put together, in
-    their order, until they last over several periods of the share, and the quicker half of these blocks counts. Where all
-    together are shorter than that, those do that took no more than 1.5 times the middle one.
-    """
-    blocks: list[list[int]] = [[]]
-    for index in range(len(seconds)):
-        if math.fsum(seconds[i] for i in blocks[-1]) >= _BLOCK_S:
-            blocks.append([])
-        blocks[-1].append(index)
-    if len(blocks) > 1 and math.fsum(seconds[i] for i in blocks[-1]) < _BLOCK_S:
-        blocks.pop()
-    if len(blocks) == 1:
-        limit = _DISTURBED * statistics.median_low(seconds)
-        return [index for index, taken in enumerate(seconds) if taken <= limit]
-    means = [statistics.fmean(seconds[i] for i in block) for block in blocks]
-    limit = statistics.median_low(means)
-    return [index for block, mean in zip(blocks, means, strict=True) for index in block if mean <= limit]
 
 
 def _with_own_gradients(shadow: LightningModule) -> LightningModule:

@@ -45,7 +45,7 @@ class SplitBackward:
         self._roots, self._gradients = list(roots), list(gradients)
         self._received = [tensor for tensor in received if tensor.requires_grad]
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._kept: dict[GradientEdge, Tensor] = {}
+        self._kept: dict[Node, dict[GradientEdge, Tensor]] = defaultdict(dict)
         self._put_off: dict[Node, list[str]] = {}
 
     def input(self, accumulate: Accumulate) -> None:
@@ -70,7 +70,9 @@ class SplitBackward:
         for tensor, gradient in zip(self._received, found, strict=False):
             tensor.grad = gradient
         rest = found[len(self._received) :]
-        self._kept = {edge: g for edge, g in zip(kept, rest[len(at_once) :], strict=True) if g is not None}
+        for edge, gradient in zip(kept, rest[len(at_once) :], strict=True):
+            if gradient is not None:
+                self._kept[edge.node][edge] = gradient
         for name, gradient in zip(at_once, rest, strict=False):
             if gradient is not None:
                 accumulate(name, gradient)
@@ -83,10 +85,9 @@ class SplitBackward:
     def weight(self, accumulate: Accumulate) -> None:
         """Hand over the gradients that were put off, by the names of their parameters."""
         put_off, self._put_off = self._put_off, {}
-        kept, self._kept = self._kept, {}
         for node, names in put_off.items():
-            arrived = {edge: kept.pop(edge) for edge in list(kept) if edge.node is node}
-            if not arrived:
+            arrived = self._kept.pop(node, None)
+            if arrived is None:
                 continue
             parameters = [self._parameters[name] for name in names]
             found = torch.autograd.grad(list(arrived), parameters, list(arrived.values()), allow_unused=True)

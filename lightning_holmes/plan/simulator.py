@@ -20,7 +20,7 @@ replica's data-parallel group (the slowest counts).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from lightning_holmes.plan.layer_cost import check_number
@@ -228,7 +228,7 @@ class _Simulation:
                     if costs.held_bytes:
                         self.held[rank] -= costs.held_bytes[stage]
             elif code == _REDUCE:
-                clock = self._reduce(rank, stage, clock, following=actions[cursor + 1 :])
+                clock = self._reduce(rank, stage, clock, cursor)
             else:
                 forward = code == _SEND_ACTIVATION
                 clock += costs.message_s + self._carrying_s(forward, stage + 1 if forward else stage - 1, rank)
@@ -287,14 +287,14 @@ class _Simulation:
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 
-    def _reduce(self, rank: int, stage: int, clock: float, following: Sequence[tuple[int, int, int]]) -> float:
+    def _reduce(self, rank: int, stage: int, clock: float, cursor: int) -> float:
         seconds = self.costs.reduce_s[stage] if self.costs.reduce_s else 0.0
         if seconds == 0:
             return clock
         if self.costs.overlap_reduce:
             self.pending[rank].append(stage)
             own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0
-            if all(code > _BACKWARD_WEIGHT for code, _, _ in following):
+            if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
                 # nothing is computed behind it: the last part's is taken where the rank waits for it
                 own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
             return clock + own_s

@@ -1,8 +1,6 @@
 """What the GPU tests run in their processes: several NCCL ranks that share one device."""
 
-import itertools
 import os
-import time
 from typing import Any
 
 import torch
@@ -133,43 +131,6 @@ def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
         found["losses"] += losses.values
         found["metrics"].append({name: float(value) for name, value in trainer.callback_metrics.items()})
         found["device"] = str(next(iter(trainer.optimizers[0].state.values()))["exp_avg"].device)
-    return found
-
-
-class Clock(Callback):
-    """When each step began, behind what its device still had to do."""
-
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.marks.append(time.perf_counter())
-
-
-def step_times(options: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each step but the first five of plain Lightning and the strategy, in turn, in this process."""
-    found: dict[str, list[float]] = {"plain": [], "holmes": []}
-    steps = GLOBAL_BATCH * STEPS // options["batch_size"]
-    for turn in range(options["rounds"]):
-        for name in ("plain", "holmes") if turn % 2 == 0 else ("holmes", "plain"):
-            seed_everything(0)
-            clock = Clock()
-            trainer = Trainer(
-                accelerator=options["accelerator"],
-                devices=1,
-                strategy="auto" if name == "plain" else lightning_holmes.HolmesStrategy(),
-                max_epochs=-(-options["steps"] // steps),
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[clock],
-            )
-            module = GPT(**options["model"], sequence_length=SEQUENCE)
-            trainer.fit(module, DataLoader(Windows(), batch_size=options["batch_size"]))
-            found[name] += [after - before for before, after in itertools.pairwise(clock.marks[5:])]
     return found
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
-from lightning_holmes.pipeline.profile import build_fake, profile_step, undisturbed
+from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.trace import trace_step
 
 
