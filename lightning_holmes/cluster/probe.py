@@ -41,6 +41,8 @@ _MAX_PINGS = 64
 _CONNECTIONS = 256  # at once; more wait in the kernel's queue
 _HANDSHAKE_S = 2.0
 _RAMP = 0.25  # of the time: TCP's slow start and a shaper's burst are left out of the rate
+_WINDOWS = 32  # into which the rest is cut
+_UNSENT_S = 0.04  # of sending that may wait in the sender's socket, for when its process is stopped
 _SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
@@ -307,12 +309,15 @@ def _ping(connection: socket.socket, timeout_s: float) -> float:
 
 def _send(connection: socket.socket, seconds: float, timeout_s: float) -> float:
     """Send for so long and return the bytes per second that the other end counted."""
-    with contextlib.suppress(OSError):  # little waits unsent here, so that the end comes when it should
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _CHUNK // 4)
     data = memoryview(os.urandom(_CHUNK))
-    start, sent = time.monotonic(), 0
+    start, sent, unsent = time.monotonic(), 0, 0
     connection.settimeout(seconds + timeout_s)
-    while time.monotonic() - start < seconds and sent < MAX_BYTES:
+    while (elapsed := time.monotonic() - start) < seconds and sent < MAX_BYTES:
+        enough = max(_CHUNK // 4, int(_UNSENT_S * sent / elapsed) if elapsed > _RAMP * seconds else 0)
+        if enough > 1.5 * unsent:  # little waits unsent, so that the end comes when it should
+            unsent = enough
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent)
         sent += connection.send(data[: min(_CHUNK, MAX_BYTES - sent)])
     connection.shutdown(socket.SHUT_WR)
     counted_s, counted = _REPORT.unpack(_receive(connection, _REPORT.size, time.monotonic() + 1.0 + timeout_s))
@@ -325,7 +330,7 @@ def _send(connection: socket.socket, seconds: float, timeout_s: float) -> float:
 
 
 def _count(connection: socket.socket, deadline: float) -> tuple[float, int]:
-    """(seconds, bytes) of what arrives until the sender ends, the deadline or MAX_BYTES, without the first quarter."""
+    """(seconds, bytes) of what arrives until the sender ends, the deadline or MAX_BYTES, at the steady rate."""
     buffer = bytearray(_CHUNK)
     samples: list[tuple[float, int]] = []
     total = 0
@@ -344,11 +349,33 @@ def _count(connection: socket.socket, deadline: float) -> tuple[float, int]:
         now = time.monotonic()
         if not samples or now - samples[-1][0] > 0.001:  # a thousand a second at most are kept
             samples.append((now, total))
+    return steady_rate(samples)
+
+
+def steady_rate(samples: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """(seconds, bytes) of the window in which the middle byte came. samples: (when, bytes until then), in order.
+
+    A host whose processes are stopped for a while, as by a processor quota, neither sends nor reads meanwhile, and reads
+    at once what has come when it goes on: neither is the link's rate. So what is left behind the first quarter (TCP's
+    slow start, a shaper's burst) is cut into windows of a thirty-second, and of those, in the order of their rates, the one
+    counts before and behind which as many bytes came. (0, 0) for fewer than three samples.
+    """
     if len(samples) < 3:
         return 0.0, 0
-    (first, _), (last, end) = samples[0], samples[-1]
-    steady, before = next(sample for sample in samples if sample[0] >= first + _RAMP * (last - first))
-    return last - steady, end - before
+    (first, _), (last, _) = samples[0], samples[-1]
+    begin = next(sample for sample in samples if sample[0] >= first + _RAMP * (last - first))
+    windows: list[tuple[float, int]] = []
+    for sample in samples:
+        if sample[0] - begin[0] >= (1 - _RAMP) * (last - first) / _WINDOWS:
+            windows.append((sample[0] - begin[0], sample[1] - begin[1]))
+            begin = sample
+    windows.sort(key=lambda window: window[1] / window[0])
+    left = sum(count for _, count in windows) / 2
+    for window in windows:
+        left -= window[1]
+        if left <= 0:
+            return window
+    return 0.0, 0
 
 
 def _result(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_holmes.cluster import measure
 from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic
-from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_task, run_tasks
+from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_task, run_tasks, steady_rate
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 
@@ -70,6 +70,37 @@ def test_the_rate_is_that_of_the_link(listener: Listener) -> None:
         thread.join()
     assert result.error is None, result.error
     assert result.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.3)
+
+
+def arriving(*spans: tuple[float, float]) -> list[tuple[float, int]]:
+    """What a receiver notes each millisecond, for spans of (seconds, bytes a second)."""
+    samples, now, total = [(0.0, 0)], 0.0, 0.0
+    for seconds, rate in spans:
+        for _ in range(round(seconds * 1000)):
+            now, total = now + 0.001, total + rate / 1000
+            if rate:
+                samples.append((now, int(total)))
+    return samples
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0.5, 1e7)],
+        [(0.1, 5e7), (0.4, 1e7)],  # a shaper's burst
+        [(0.2, 1e7), (0.1, 0), (0.2, 1e7)],  # the sender is stopped
+        [(0.2, 1e7), (0.1, 0), (0.002, 5e8), (0.2, 1e7)],  # the receiver is, and reads at once what came
+        [(0.2, 1e7), *[(0.03, 0), (0.001, 5e7), (0.02, 1e7)] * 6],  # both, again and again
+    ],
+)
+def test_a_host_that_stops_for_a_while_does_not_change_the_rate(spans: list[tuple[float, float]]) -> None:
+    seconds, count = steady_rate(arriving(*spans))
+    assert count / seconds == pytest.approx(1e7, rel=0.02)
+
+
+def test_too_few_samples_are_no_rate() -> None:
+    assert steady_rate([]) == steady_rate([(0.0, 1), (1.0, 2)]) == (0.0, 0)
+    assert steady_rate([(0.0, 1), (0.1, 2), (1.0, 3)]) == (0.0, 0)  # nothing between what is left out and the end
 
 
 def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
