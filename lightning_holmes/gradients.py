@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import sharded
 from lightning_holmes.comm.choice import check_collective
 from lightning_holmes.comm.compression import COMPRESSIONS
-from lightning_holmes.comm.lane import make_lane
+from lightning_holmes.comm.lane import OnRun, make_lane
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import ConfigurationError
@@ -449,6 +449,10 @@ class Gradients:
                 clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
         plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]
+
+    def watch(self, on_run: OnRun | None) -> None:
+        """Tell when each bucket's gradients were summed, and its parameters gathered, as Lane.on_run says."""
+        self._lane.on_run = on_run
 
     def close(self) -> None:
         """Let go of buffers, hooks and the lane."""

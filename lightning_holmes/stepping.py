@@ -208,11 +208,15 @@ class SteppingStrategy(CheckpointingStrategy):
         assert self._driver is not None
         rank = 0 if self._groups is None else self._groups.pipeline_rank
         self._clock = self._driver.clock = StepClock(self.root_device, rank)
+        if self._gradients is not None:
+            self._gradients.watch(self._clock.add_beside)
         return self._clock
 
     def stop_monitoring(self) -> None:
         """Note nothing any more."""
         self._clock = None
+        if self._gradients is not None:
+            self._gradients.watch(None)
         if self._driver is not None:
             self._driver.clock = None
 

@@ -7,13 +7,16 @@ are put into a stream of its own. What has been started first on all members run
     ...
     ticket.wait()                # on CUDA: what the current stream does next waits
     ticket.seconds()             # how long it took
+
+What is started with a name is told to ``on_run``, if somebody has put a function there, for a monitored run.
 """
 
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,10 +31,18 @@ class Ticket(Protocol):
         """How long it took, without what was before it in the lane; None while it runs."""
 
 
+LaneWork = Literal["bucket_reduce", "bucket_gather"]
+OnRun = Callable[[LaneWork, Any, Any], None]
+
+
 class Lane(Protocol):
     """Runs functions in the order in which they are started."""
 
-    def start(self, function: Callable[[], None]) -> Ticket: ...
+    on_run: OnRun | None
+    """Called with the name, and when it began and ended: readings of ``time.perf_counter``; on CUDA events, which may lie
+    ahead. From any thread."""
+
+    def start(self, function: Callable[[], None], name: LaneWork | None = None) -> Ticket: ...
 
     def close(self) -> None:
         """Start nothing any more; what runs is not waited for."""
@@ -43,8 +54,9 @@ def make_lane(device: torch.device) -> Lane:
 
 
 class _ThreadTicket:
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], None], told: Callable[[float, float], None] | None = None) -> None:
         self._function: Callable[[], None] | None = function
+        self._told = told
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._seconds = 0.0
@@ -57,7 +69,10 @@ class _ThreadTicket:
             function()
         except BaseException as error:  # told to whoever waits
             self._error = error
-        self._seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        self._seconds = ended - began
+        if self._told is not None:
+            self._told(began, ended)
         self._done.set()
 
     def wait(self) -> None:
@@ -73,14 +88,16 @@ class ThreadLane:
     """A thread, made when something is started first."""
 
     def __init__(self) -> None:
+        self.on_run: OnRun | None = None
         self._tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, function: Callable[[], None]) -> Ticket:
+    def start(self, function: Callable[[], None], name: LaneWork | None = None) -> Ticket:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._tickets,), name="holmes_lane", daemon=True)
             self._thread.start()
-        ticket = _ThreadTicket(function)
+        told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
+        ticket = _ThreadTicket(function, told)
         self._tickets.put(ticket)
         return ticket
 
@@ -126,10 +143,11 @@ class StreamLane:
     """A CUDA stream beside the one that computes. Tensors must live until their ticket has been waited for."""
 
     def __init__(self, device: torch.device) -> None:
+        self.on_run: OnRun | None = None
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, function: Callable[[], None]) -> Ticket:
+    def start(self, function: Callable[[], None], name: LaneWork | None = None) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -137,6 +155,8 @@ class StreamLane:
             began.record()
             function()
             ended.record()
+        if self.on_run is not None and name is not None:
+            self.on_run(name, began, ended)
         return _StreamTicket(began, ended, self._device)
 
     def close(self) -> None:

@@ -130,7 +130,8 @@ class GradSync:
             return
         self._buffer.launch(bucket)
         size = bucket.buffer.numel() * bucket.buffer.itemsize
-        self._tickets.append((self._lane.start(_Sum(collective, bucket.buffer, shares=self.shares)), size))
+        ticket = self._lane.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce")
+        self._tickets.append((ticket, size))
 
     def start_grad_sync(self) -> None:
         """Start the reductions that have not started; all ranks of the groups must call, once a window."""

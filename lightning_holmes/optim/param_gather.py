@@ -185,7 +185,7 @@ class ParameterGather:
             for first, end, rank in runs:
                 dist.broadcast(buffer[first:end], group=group, group_src=rank)
 
-        return self._lane.start(transfer)
+        return self._lane.start(transfer, "bucket_gather")
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""

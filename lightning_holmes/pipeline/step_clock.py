@@ -27,6 +27,7 @@ from lightning_holmes.plan.measured import Event, EventKind, RankStep
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 KEPT_STEPS = 32
+_KEPT_BESIDE = 1 << 14
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class StepClock:
         self._device = device
         self._cuda = device.type == "cuda"
         self._steps: collections.deque[_Step] = collections.deque(maxlen=KEPT_STEPS)
+        self._beside: collections.deque[tuple[EventKind, Any, Any]] = collections.deque(maxlen=_KEPT_BESIDE)
         self._open: _Step | None = None
         self._zero: tuple[Any, float] | None = None  # an event, and the host's clock when it was reached
         self._name = clock_name()
@@ -68,6 +70,10 @@ class StepClock:
         if self._open is not None:
             self._open.events.append((kind, start, now, stage, microbatch))
         return now
+
+    def add_beside(self, kind: EventKind, start: Any, end: Any) -> None:
+        """Note what ran beside the steps, between two marks; from any thread."""
+        self._beside.append((kind, start, end))
 
     @contextmanager
     def noting(self, kind: EventKind) -> Iterator[None]:
@@ -102,18 +108,21 @@ class StepClock:
         """The kept steps that have ended, by number; on CUDA the device is waited for."""
         if self._cuda and self._steps:
             torch.cuda.synchronize(self._device)
+        beside = [Event(kind, self._seconds(start), self._seconds(end)) for kind, start, end in tuple(self._beside)]
         found = {}
         for step in self._steps:
-            events = tuple(
+            began, ended = self._seconds(step.began), self._seconds(step.ended)
+            events = [
                 Event(kind, self._seconds(start), self._seconds(end), stage, microbatch)
                 for kind, start, end, stage, microbatch in step.events
-            )
+            ]
+            events += [
+                event._replace(start_s=max(event.start_s, began), end_s=min(event.end_s, ended))
+                for event in beside
+                if event.start_s < ended and event.end_s > began
+            ]
             found[step.number] = RankStep(
-                rank=self.rank,
-                clock=self._name,
-                began_s=self._seconds(step.began),
-                ended_s=self._seconds(step.ended),
-                events=events,
+                rank=self.rank, clock=self._name, began_s=began, ended_s=ended, events=tuple(events)
             )
         return found
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
+from lightning_holmes.plan.timeline import BESIDE_KINDS, Span, SpanKind, Timeline
 
 EventKind = Literal[
     "forward",
@@ -28,6 +28,8 @@ EventKind = Literal[
     "wait",
     "reduce",
     "update",
+    "bucket_reduce",
+    "bucket_gather",
 ]
 _SPANS: dict[str, SpanKind] = {
     "forward": "forward",
@@ -39,6 +41,8 @@ _SPANS: dict[str, SpanKind] = {
     "wait": "wait",
     "reduce": "reduce",
     "update": "update",
+    "bucket_reduce": "bucket_reduce",
+    "bucket_gather": "bucket_gather",
 }
 _WAITED_S = 20e-6  # what taking an arrived tensor takes is no wait
 _SENDS = ("send_activation", "send_gradient")
@@ -48,7 +52,8 @@ class Event(NamedTuple):
     """Something that a rank noted, in seconds of its own clock; stage and microbatch are -1 where it has none.
 
     wait_activation and wait_gradient belong to the stage that waits, send_activation and send_gradient to the one that
-    sends. reduce is what the rank waited for its gradients, not what ran beside its backward.
+    sends. reduce is what the rank waited for its gradients; bucket_reduce and bucket_gather are when a bucket's gradients
+    were summed over the replicas and its parameters gathered, beside whatever the rank did.
     """
 
     kind: EventKind
@@ -92,7 +97,7 @@ class RankStep:
 def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
     """The timeline of one step of one pipeline, from what each of its ranks noted; by rank.
 
-    Its spans but the transfers fill each rank's step without overlap: what no event covers is "other".
+    Its spans but what runs beside (transfers, buckets) fill each rank's step without overlap: what no event covers is "other".
     """
     ahead = clock_offsets(steps)
     moved = [_moved(step, ahead[step.rank]) for step in steps]
@@ -138,7 +143,7 @@ def seconds_by_kind(step: RankStep) -> dict[str, float]:
     split backwards count as backward."""
     found = dict.fromkeys(("forward", "backward", "wait", "reduce", "update", "other"), 0.0)
     for event in step.events:
-        if event.kind in _SPANS:
+        if event.kind in _SPANS and event.kind not in BESIDE_KINDS:
             kind = "backward" if event.kind.startswith("backward") else _SPANS[event.kind]
             found[kind] += event.end_s - event.start_s
     found["other"] = step.seconds - sum(found.values())
@@ -216,7 +221,7 @@ def _received_as(event: Event) -> tuple[str, int, int]:
 
 def _others(row: Sequence[Span], began: float, ended: float) -> list[Span]:
     """What lies between the spans of a row."""
-    taken = sorted((span.start_s, span.end_s) for span in row if span.kind != "transfer")
+    taken = sorted((span.start_s, span.end_s) for span in row if span.kind not in BESIDE_KINDS)
     edges = [began, *itertools.chain.from_iterable(taken), ended]
     gaps = [(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]
     return [Span("other", start, end, -1, -1) for start, end in gaps if end > start]

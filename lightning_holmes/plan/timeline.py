@@ -19,9 +19,13 @@ SpanKind = Literal[
     "reduce",
     "update",
     "gather",
+    "bucket_reduce",
+    "bucket_gather",
     "wait",
     "other",
 ]
+BESIDE_KINDS = ("transfer", "bucket_reduce", "bucket_gather")
+"""What runs beside a rank's own work."""
 COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update", "other")
 AXES = ("pipeline", "data_parallel", "tensor_parallel")
 
@@ -30,7 +34,8 @@ class Span(NamedTuple):
     """One thing that a rank did from start_s to end_s, seconds since the step's start.
 
     A transfer is the sender's. stage is the stage whose work it is; microbatch is -1 for what belongs to none. Only
-    measured timelines have wait (for another rank) and other (a rank's own work outside of the microbatches).
+    measured timelines have wait (for another rank), other (a rank's own work outside of the microbatches), and the
+    transfers of single buckets beside computing (bucket_reduce, bucket_gather); their reduce is what the rank waited.
     """
 
     kind: SpanKind

@@ -26,10 +26,13 @@ COLOURS = {
     "reduce": "#D55E00",
     "update": "#56B4E9",
     "gather": "#CC79A7",
+    "bucket_reduce": "#D55E00",
+    "bucket_gather": "#CC79A7",
     "other": "#999999",
     "wait": "#F7F3D0",
     "idle": "#EEEEEE",
 }
+_BESIDE = {"transfer": 0.21, "bucket_reduce": 0.31, "bucket_gather": 0.31}  # where in the row
 PLOT_FORMATS = (".png", ".svg")
 _MOST_ROWS = 64
 _MOST_NUMBERS = 400  # beyond it a number in every box is a smear
@@ -88,8 +91,8 @@ def _draw_one(axis: Any, timeline: Timeline, end: float) -> None:
             spans = [span for span in row if span.kind == kind]
             if not spans:
                 continue
-            # transfers run beside computing: a thin line below it
-            height = (rank + 0.22, 0.18) if kind == "transfer" else (rank - 0.4, 0.6)
+            # what runs beside computing: thin lines below it
+            height = (rank + _BESIDE[kind], 0.09) if kind in _BESIDE else (rank - 0.4, 0.6)
             bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
             axis.broken_barh(bars, height, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.4)
             if numbers and kind in ("forward", "backward", "backward_input", "backward_weight"):
@@ -124,5 +127,6 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
     present = {span.kind for timeline in timelines for row in timeline.spans for span in row} | {"idle"}
     names = {"reduce": "gradient reduction", "gather": "parameter gathering", "update": "optimizer"}
     names |= {"backward_input": "input backward", "backward_weight": "weight backward"}
+    names |= {"bucket_reduce": "a bucket's reduction", "bucket_gather": "a bucket's gathering"}
     names |= {"wait": "waiting", "other": "other work"}
     return [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items() if kind in present]

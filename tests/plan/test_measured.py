@@ -55,6 +55,16 @@ def test_rows_are_filled_and_what_was_exposed_is_told_from_the_bubble() -> None:
     assert seconds["wait"] == pytest.approx(4.9) and seconds["other"] == pytest.approx(1.1)
 
 
+def test_buckets_run_beside_what_a_rank_does_and_take_none_of_its_time() -> None:
+    summed = Event("bucket_reduce", 107.0, 108.5)
+    with_bucket = dataclasses.replace(FIRST, events=(*FIRST.events, summed))
+    assert seconds_by_kind(with_bucket) == seconds_by_kind(FIRST)
+    plain, noted = (make_measured_timeline([step, SECOND]) for step in (FIRST, with_bucket))
+    (span,) = set(noted.spans[0]) - set(plain.spans[0])
+    assert span == ("bucket_reduce", 7.0, 8.5, -1, -1)
+    assert noted.exposed_s == plain.exposed_s and noted.bubble_share == plain.bubble_share
+
+
 def test_a_transfer_that_nobody_waited_for_ends_where_it_was_started() -> None:
     ready = Event("wait_activation", 103.0, 103.00001, 1, 0)
     late = dataclasses.replace(SECOND, events=(ready, *(e for e in SECOND.events[1:])))

@@ -11,7 +11,7 @@ from strategy_cases import Classifier, Setting, build, samples
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.monitoring import TimelineMonitor
-from lightning_holmes.plan.timeline import Timeline
+from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
 
 KINDS = {"forward", "backward", "wait", "reduce", "update", "other"}
 
@@ -37,7 +37,7 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
         timeline = Timeline.from_data(replica["timeline"])
         assert timeline.num_ranks == 2 and timeline.source == "measured"
         for pipeline_rank, (row, rank) in enumerate(zip(timeline.spans, replica["ranks"], strict=True)):
-            own = [span for span in row if span.kind != "transfer"]
+            own = [span for span in row if span.kind not in BESIDE_KINDS]
             seconds = data["seconds_by_kind"][rank]
             assert set(seconds) == KINDS and min(seconds.values()) >= 0
             assert sum(span.end_s - span.start_s for span in own) == pytest.approx(sum(seconds.values()), rel=1e-6)
@@ -53,6 +53,24 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
         begun = {(s.stage, s.microbatch): s.start_s for row in timeline.spans for s in row if s.kind == "forward"}
         for microbatch in range(4):  # nothing is computed before it was sent
             assert sent[0, microbatch].start_s <= begun[1, microbatch]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, sharded: bool) -> None:
+    holmes = {"num_microbatches": 2, "monitor": True, "bucket_bytes": 256, "sharded_optimizer": sharded}
+    payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2}
+    data = launch(2, "monitor_cases:monitored", payload, timeout_s=120)[0]["data"]
+    for replica in data["replicas"]:
+        (row,) = Timeline.from_data(replica["timeline"]).spans
+        found = {kind: [span for span in row if span.kind == kind] for kind in BESIDE_KINDS}
+        reduced = found["bucket_reduce"]
+        assert len(reduced) > 2
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(reduced)), "one lane"
+        first = max(span.start_s for span in row if span.kind == "backward")
+        waited = max(span.end_s for span in row if span.kind == "reduce")
+        assert first < reduced[0].start_s and reduced[-1].end_s <= waited
+        assert bool(found["bucket_gather"]) == sharded
+        assert all(0 <= span.start_s <= span.end_s <= data["step_s"] * (1 + 1e-9) for span in row)
 
 
 def test_one_process_is_monitored_by_the_callback_and_keeps_its_numbers(tmp_path: Path) -> None:
