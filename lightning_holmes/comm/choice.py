@@ -7,6 +7,7 @@
 Buffers must hold zeros: sums of zeros leave them as they are.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,10 +95,12 @@ def measure(
     group: dist.ProcessGroup,
     lane: Lane,
     *,
+    shares: bool = False,
     budget_s: float = BUDGET_S,
 ) -> Measured:
     """Time the candidates on the first of ``buffers``, as much of it as the budget allows. All members must call.
 
+    shares: time what a divided optimizer needs, each member's share of the sum and the gathering of as much.
     Members agree on each time (the slowest counts), and so on all that follows from it. Nothing else may run in the
     lane.
     """
@@ -114,7 +117,7 @@ def measure(
     def one_round(tensor: Tensor) -> tuple[list[float], float]:
         """Seconds of each candidate, and those spent until then."""
         for index, collective in enumerate(candidates.values()):
-            agreed[index] = time_sum(collective, tensor, lane)
+            agreed[index] = time_sum(collective, tensor, lane, shares=shares)
         agreed[-1] = time.perf_counter() - began
         lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
         *taken, spent = agreed.tolist()
@@ -135,10 +138,11 @@ def measure(
     return Measured(seconds=dict(zip(candidates, taken, strict=True)), num_bytes=sample.numel() * sample.itemsize)
 
 
-def time_sum(collective: Collective, tensor: Tensor, lane: Lane) -> float:
-    """Seconds until ``tensor`` is summed, by this member's clock. All members must call."""
+def time_sum(collective: Collective, tensor: Tensor, lane: Lane, *, shares: bool = False) -> float:
+    """Seconds until ``tensor`` is summed (or its ``shares``, and gathered), by this member's clock. All members must call."""
     began = time.perf_counter()
-    lane.start(lambda: collective.sum(tensor)).wait()
+    for work in (collective.scatter, collective.gather) if shares else (collective.sum,):
+        lane.start(functools.partial(work, tensor)).wait()
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - began

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.choice import make_collectives, measure, time_sum
+from lightning_holmes.comm.choice import BUDGET_S, make_collectives, measure, time_sum
 from lightning_holmes.comm.collectives import AllReduce, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.lane import Lane
@@ -63,7 +63,7 @@ class SyncChooser:
         self._wanted = collective if collective in self._candidates else "auto"
         self._sizes_buckets = sizes_buckets
         self._generation = 0
-        self._chosen = False
+        self._chosen = self._divided = False
 
     def before_window(self) -> None:
         """Find the size of the buckets, before they are laid out."""
@@ -109,7 +109,9 @@ class SyncChooser:
                 self._compressor.lay_out(
                     (b.buffer, [(b.starts[n], b.views[n].shape) for n in b.names]) for b in buckets
                 )
-        if self._chosen and not self._sync.drifted:
+        shares = self._sync.shares
+        divided, self._divided = shares and not self._divided, shares
+        if self._chosen and not (self._sync.drifted or divided):
             return None
         first, self._chosen = not self._chosen, True
         if self._wanted != "auto" or len(self._candidates) == 1:
@@ -120,8 +122,15 @@ class SyncChooser:
             name = self._wanted if self._wanted != "auto" else next(iter(self._candidates))
             reason = "asked for" if self._wanted != "auto" else f"compression={self._compression!r} leaves no other"
             return self._use(name, {}, 0, reason, step)
-        found = measure(self._candidates, [b.buffer for b in buckets], self._groups.whole, self._lane)
-        reason = "the fastest" if first else "measured again, since it took twice or half its usual time for 20 steps"
+        buffers = [b.buffer for b in buckets]
+        budget_s = BUDGET_S / 2 if divided and not first else BUDGET_S
+        found = measure(self._candidates, buffers, self._groups.whole, self._lane, shares=shares, budget_s=budget_s)
+        if first:
+            reason = "the fastest"
+        elif divided:
+            reason = "measured again, as each replica needs the sums of its share, and gathers the parameters"
+        else:
+            reason = "measured again, since it took twice or half its usual time for 20 steps"
         return self._use(choose(found.seconds), dict(found.seconds), found.num_bytes, reason, step)
 
     def _use(self, name: str, seconds: dict[str, float], num_bytes: int, reason: str, step: int) -> SyncChoice:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -68,11 +68,29 @@ def everything(_: Any) -> dict[str, Any]:
     began = time.perf_counter()
     measured = measure(make_collectives(groups), [buffer], groups.whole, lane, budget_s=0.3)
     found["measured"] = (dict(measured.seconds), measured.num_bytes, time.perf_counter() - began, float(buffer.sum()))
+    shares = measure({"counted": Counted()}, [buffer], groups.whole, lane, shares=True, budget_s=0.3)
+    found["shares"] = (dict(shares.seconds), Counted.calls)
     found["board"] = board(rank)
     found["lost"] = [lost(groups, group) for group in (groups.whole, groups.inside, groups.across)]
     lane.close()
     dist.barrier()
     return found
+
+
+class Counted:
+    """A collective that notes what is asked of it."""
+
+    name = "counted"
+    calls: ClassVar[set[str]] = set()
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.calls.add("sum")
+
+    def scatter(self, tensor: torch.Tensor) -> None:
+        self.calls.add("scatter")
+
+    def gather(self, tensor: torch.Tensor) -> None:
+        self.calls.add("gather")
 
 
 class Broken:

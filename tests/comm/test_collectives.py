@@ -42,6 +42,13 @@ def test_measuring_keeps_to_its_budget_and_all_agree(ranks: list[dict[str, Any]]
         assert all(0 < s < 0.3 for s in seconds.values()) and taken < 3 and left == 0
 
 
+def test_for_a_divided_optimizer_shares_and_gathering_are_timed(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        seconds, calls = found["shares"]
+        assert seconds == ranks[0]["shares"][0] and seconds["counted"] > 0
+        assert calls == {"scatter", "gather"}
+
+
 def test_thin_matrices_of_full_rank_are_exact_and_of_low_rank_keep_what_they_lack(
     ranks: list[dict[str, Any]],
 ) -> None:

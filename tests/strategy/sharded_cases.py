@@ -35,6 +35,16 @@ class Reader(pl.Callback):
         self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
 
 
+class Choices(pl.Callback):
+    """Why gradients were summed as they were; it reads no gradient, so that each replica has the sums of its share only."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.reasons = [choice.reason for choice in getattr(trainer.strategy, "gradient_sync_choices", [])]
+
+
 class Unfreezing(BaseFinetuning):
     """Would add parameters to the optimizer."""
 
@@ -95,6 +105,9 @@ def run_all(payload: Any) -> dict[str, Any]:
     reader = Reader()
     found["read"], _ = run_fit(strategy(), AdamW, callbacks=[reader])
     found["sums"], found["under way"] = reader.sums, reader.under_way
+    choices = Choices()
+    found["shares"], _ = run_fit(strategy(), AdamW, callbacks=[choices])
+    found["choices"] = choices.reasons
     found["changed"], _ = run_fit(strategy(), Changing)
     found["accumulated"], _ = run_fit(strategy(), AdamW, accumulate_grad_batches=2, gradient_clip_val=0.1)
     if payload is not None:

@@ -21,7 +21,7 @@ def runs() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return run_all(None), launch(2, "sharded_cases:run_all", {}, timeout_s=120)
 
 
-@pytest.mark.parametrize("name", ["read", "changed", "accumulated"])
+@pytest.mark.parametrize("name", ["read", "shares", "changed", "accumulated"])
 def test_weights_are_those_of_plain_lightning(name: str, runs: Any) -> None:
     plain, staged = runs
     for result in staged:
@@ -34,6 +34,11 @@ def test_hooks_read_parameters_that_were_under_way(runs: Any) -> None:
         for place, sums in plain["sums"].items():
             assert result["sums"][place] == pytest.approx(sums, rel=1e-5), place
         assert result["under way"] > 0
+
+
+def test_collectives_are_chosen_by_what_a_divided_optimizer_needs(runs: Any) -> None:
+    whole, shares = runs[1][0]["choices"]
+    assert whole == "the fastest" and "the sums of its share, and gathers the parameters" in shares
 
 
 def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs: Any) -> None:
