@@ -41,7 +41,7 @@ class CheckpointFolderError(CheckpointError, IsADirectoryError):
 
 
 class AnomalyError(HolmesError, RuntimeError):
-    """A backward gave NaN under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
+    """A backward gave NaN, or an infinity, under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
 
 
 class TestbedError(HolmesError, RuntimeError):

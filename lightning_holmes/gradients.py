@@ -43,6 +43,7 @@ from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.sync_chooser import SyncChooser
+from lightning_holmes.pipeline.anomaly import check_finite
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -263,6 +264,12 @@ class Gradients:
         self._buffer.expose(last=last, shown=not last or shards is None or shards.whole_gradients)
         if last and shards is not None:
             shards.take_gradients(self._buffer.reached())
+        if last and self._scale is None and torch.is_anomaly_enabled():
+            held: Iterable[tuple[str, nn.Parameter]] = self._buffer.parameters.items()
+            if shards is not None:
+                held = ((piece.name, tensor) for piece, tensor in shards.pieces.items())
+            found = ((name, sharded.local_part(p.grad)) for name, p in held if p.grad is not None)
+            check_finite(found, f"stage {', '.join(map(str, self._pipeline.stages))}")
         if last and self._scale is not None:
             self._scale.agree(self._buffer.parameters.values() if shards is None else shards.stepped())
 

@@ -78,10 +78,12 @@ class FailureWatch:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
             if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
                 self._notice()
-                return
-            line = f"{type(exception).__name__}: {exception}"
-            text = "".join(traceback.format_exception(exception))
-            self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
+                if self._rank != 0:
+                    return  # rank 0 stays as long as the first: the store goes with it
+            else:
+                line = f"{type(exception).__name__}: {exception}"
+                text = "".join(traceback.format_exception(exception))
+                self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
             end = time.monotonic() + _NOTICE_S
             while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
                 time.sleep(0.05)

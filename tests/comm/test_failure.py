@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from lightning_holmes.comm import failure
+from lightning_holmes.errors import RemoteError
 
 
 class SilentStore:
@@ -54,3 +55,53 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store() -> None:
     ended.join(60)
     assert not ended.is_alive() and store.thread is not None and store.thread.is_alive()
     store.answers.set()
+
+
+class KeptStore:
+    """The store of a job, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, 0)) + amount)
+            return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_rank_0_whose_process_holds_the_store_stays_until_all_know_who_failed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    monkeypatch.setattr(failure, "_NOTICE_S", 60.0)
+    monkeypatch.setattr(failure, "_GRACE_S", 300.0)
+    store = KeptStore()
+    watches = [failure.FailureWatch(store, rank=rank, world_size=3) for rank in range(2)]
+    ended = [threading.Thread(target=w.report, args=(ValueError(f"on rank {r}"),)) for r, w in enumerate(watches)]
+    ended[1].start()
+    for _ in range(6000):
+        if "holmes/run/1/failure" in store.values:
+            break
+        ended[1].join(0.01)
+    ended[0].start()
+    for thread in ended:
+        thread.join(0.2)
+    assert all(thread.is_alive() for thread in ended), "rank 2 has not looked yet"
+    last = failure.FailureWatch(store, rank=2, world_size=3)
+    for thread in ended:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in ended)
+    explained = last.explain(RuntimeError("Connection closed by peer [127.0.0.1]:4242"))
+    assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: on rank 1" in str(explained)
+    last.stop()

@@ -352,16 +352,27 @@ class RootOfZero(nn.Module):
         return x + 0 * (y - y).sqrt() + 0 * (y * y + 1).sqrt()
 
 
+class Overflow(nn.Module):
+    """A layer with one more parameter, which is zero and whose gradient is infinite."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.nothing = layer, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + (self.nothing * 1e25) * 1e25
+
+
 def anomaly(payload: dict[str, Any]) -> str:
-    """What a rank's fit ends with when a gradient behind ``payload["block"]`` becomes NaN under detect_anomaly."""
+    """What a rank's fit ends with when a gradient behind ``payload["block"]`` becomes NaN, or infinite, under detect_anomaly."""
     module = build(Chosen, adam)
     block = payload["block"]
-    module.blocks[block] = RootOfZero(module.blocks[block])
+    module.blocks[block] = (Overflow if payload.get("infinite") else RootOfZero)(module.blocks[block])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=HolmesStrategy(pipeline_parallel_size=2, sharded_optimizer=payload["sharded"]),
-        detect_anomaly=True,
+        detect_anomaly=payload.get("detect", True),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -110,3 +110,19 @@ def test_an_anomaly_of_the_first_stage_ends_all_replicas(tmp_path: Path) -> None
     ended = launch(4, "optimizer_cases:anomaly", {"block": 0, "sharded": True}, timeout_s=100)
     assert all("SqrtBackward0" in reason and "blocks.0.linear.bias" in reason for reason in ended), ended
     assert sum("training_step, stage 0, microbatch 0" in reason for reason in ended) >= 1
+
+
+@pytest.mark.xdist_group("optimizers")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_infinite_gradient_ends_all_ranks_and_names_the_parameter(sharded: bool) -> None:
+    payload = {"block": 0, "sharded": sharded, "infinite": True}
+    ended = launch(4, "optimizer_cases:anomaly", payload, timeout_s=100)
+    words = "infinite in the summed gradients of blocks.0.nothing (stage 0)"
+    assert all(words in reason for reason in ended), ended
+    assert sum(reason.startswith("AnomalyError") for reason in ended) >= 1
+
+
+@pytest.mark.xdist_group("optimizers")
+def test_without_detect_anomaly_an_infinite_gradient_is_a_gradient() -> None:
+    payload = {"block": 0, "sharded": False, "infinite": True, "detect": False}
+    assert launch(2, "optimizer_cases:anomaly", payload, timeout_s=100) == ["trained on"] * 2
