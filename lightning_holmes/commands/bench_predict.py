@@ -72,6 +72,7 @@ def run_predictions(
                     layers=tuple(result["layers"]),
                     predicted_s=result["predicted_s"],
                     measured_s=result["measured_s"],
+                    schedule=result["schedule"],
                     round=index // len(bed.cases) + 1,
                 )
                 # those that came to their end

@@ -1,5 +1,6 @@
 """Predictions held against runs: errors, order, and a folder that later runs add to."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def test_each_round_has_its_error_and_a_plan_the_order_of_its_means() -> None:
     assert report.median_error == pytest.approx((0.05 + 0.1) / 2)
 
 
+def test_runs_of_one_plan_are_not_compared_whatever_asked_for_it() -> None:
+    by_count, by_cost, other = (
+        dataclasses.replace(run(name, 1.0, seconds), schedule=schedule)
+        for name, seconds, schedule in (("a", 1.0, "1f1b, 8"), ("b", 1.2, "1f1b, 8"), ("c", 1.3, "gpipe, 8"))
+    )
+    report = PredictionReport()
+    report.add([by_count, by_cost])
+    assert report.misordered() == [] and report.worst_error == pytest.approx(1 / 6)
+    report.add([other])  # slower than the mean of both, and predicted as fast
+    assert [(one.name, slower.name) for one, slower in report.misordered()] == [("a", "c")]
+
+
 def test_every_aim_that_is_missed_is_one_line() -> None:
     good = PredictionReport()
     good.add([run("a", 1.07, 1.0), run("b", 2.0, 2.0), run("c", 3.59, 3.0)])
@@ -53,6 +66,7 @@ def result(name: str, layers: tuple[int, int], measured: float) -> dict[str, Any
         "layers": layers,
         "measured_s": measured,
         "predicted_s": measured,
+        "schedule": "1f1b, 8 microbatches",
         "timeline": {},
         "notes": (),
     }

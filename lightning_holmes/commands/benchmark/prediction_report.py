@@ -30,7 +30,8 @@ _MEDIAN, _WORST = 0.08, 0.20  # aims: errors at the most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRun:
-    """One run. model: its size and batch, for plans of one task. round: of several runs of a plan.
+    """One run. model: its size and batch, for plans of one task. round: of several runs of a plan. schedule: with its number of
+    microbatches; runs of one bed and model with the same layers and schedule are runs of one plan, whatever asked for it.
 
     measured_s: the lower quartile of the slowest rank's steps: what else runs on the machine only adds to a step.
     """
@@ -42,6 +43,12 @@ class PredictedRun:
     predicted_s: float
     measured_s: float
     round: int = 1
+    schedule: str = ""
+
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """The same for runs of one plan; by name where the schedule is not known."""
+        return (self.bed, self.model, str(self.layers), self.schedule) if self.schedule else (self.bed, self.name)
 
     @property
     def error(self) -> float:
@@ -83,7 +90,7 @@ class PredictionReport:
 
     def misordered(self) -> list[tuple[PredictedRun, PredictedRun]]:
         """Pairs of plans for one model on one bed, more than 10 % apart, that are predicted in another order; each with the
-        means of its rounds."""
+        means of its runs."""
         return [
             (one, other)
             for one, other in itertools.permutations(self._plans(), 2)
@@ -93,9 +100,9 @@ class PredictionReport:
         ]
 
     def _plans(self) -> list[PredictedRun]:
-        rounds: dict[tuple[str, str], list[PredictedRun]] = {}
+        rounds: dict[tuple[str, ...], list[PredictedRun]] = {}
         for run in self.runs:
-            rounds.setdefault((run.bed, run.name), []).append(run)
+            rounds.setdefault(run.plan, []).append(run)
         return [
             dataclasses.replace(
                 runs[0],

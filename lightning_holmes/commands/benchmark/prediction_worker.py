@@ -62,6 +62,7 @@ def train(case: dict[str, Any], topology: Topology, num_hosts: int, folder: Path
         result |= {
             "predicted_s": None if prediction is None else prediction.step_s,
             "layers": list(plan.partition.layer_counts),
+            "schedule": f"{plan.schedule}, {plan.num_microbatches} microbatches",
             "notes": list(plan.notes),
             "timeline": json.loads((folder / "timeline.json").read_text()),
         }
