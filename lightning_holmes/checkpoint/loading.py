@@ -122,6 +122,9 @@ class NetworkFetch(Fetch):
                         data = torch.empty(entry.length, dtype=torch.uint8)
                         dist.recv(data, sender, group=group)
                         fetched[entry] = data.numpy().tobytes()
+            self._all_gather(
+                None
+            )  # a rank without anything to send would close connections that others are still making
         finally:
             dist.destroy_process_group(group)
         return fetched

@@ -19,7 +19,7 @@ class NotedLane:
 
     taken_s = 1.0
 
-    def start(self, function: Callable[[], None]) -> "NotedLane":
+    def start(self, function: Callable[[], None], name: str | None = None) -> "NotedLane":
         function()
         return self
 

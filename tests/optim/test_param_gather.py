@@ -22,7 +22,7 @@ class HeldLane:
         self.done: list[int] = []
         self.started = 0
 
-    def start(self, function: Callable[[], None]) -> Any:
+    def start(self, function: Callable[[], None], name: str | None = None) -> Any:
         number, self.started = self.started, self.started + 1
         lane = self
 
