@@ -122,9 +122,8 @@ class NetworkFetch(Fetch):
                         data = torch.empty(entry.length, dtype=torch.uint8)
                         dist.recv(data, sender, group=group)
                         fetched[entry] = data.numpy().tobytes()
-            self._all_gather(
-                None
-            )  # a rank without anything to send would close connections that others are still making
+            # a rank without anything to send would close connections that others are still making
+            self._all_gather(None)
         finally:
             dist.destroy_process_group(group)
         return fetched
