@@ -132,7 +132,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often all contenders, or a bed's runs, are measured in turn"
     )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds that a contender, or ten runs of a bed, may take"
+    )
     parser.add_argument("--output", default="runs/bench", help="folder for bench.json and bench.png")
     parser.add_argument("--verbose", action="store_true", help="show what the hosts print")
     return parser

@@ -25,6 +25,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.prediction import (
     PARTITION_BED,
     PREDICTION_BEDS,
+    PROGRESS,
     PredictionBed,
 )
 from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
@@ -36,6 +37,7 @@ from lightning_holmes.errors import ConfigurationError
 _WORKER = "lightning_holmes.commands.benchmark.prediction_worker"
 _CPU_PERIOD_S = 0.01  # shorter than the default: a host with a share of a core is then closer to a slower core
 _AT_LEAST, _WITHIN = 1.25, 1.05
+_RUN_TIMEOUT = 0.1  # of what a contender may take, for each of a bed's runs
 
 
 def run_predictions(
@@ -141,6 +143,7 @@ def run_bed(
 
     Args:
         profile: the strategy's argument for all cases; None leaves it to them.
+        timeout_s: of up to ten runs; more runs have as much more.
         keep: a folder for the timelines.
     """
     topology: Topology = make_topology(
@@ -163,6 +166,7 @@ def run_bed(
         }
         for case in bed.cases
     ]
+    timeout_s *= max(1.0, _RUN_TIMEOUT * len(cases))
     options = TestbedOptions(host_cpu_shares=shares, cpu_period_s=_CPU_PERIOD_S)
     with Testbed(topology, options) as testbed, tempfile.TemporaryDirectory(prefix="holmes-bench-") as name:
         folder = Path(name)
@@ -174,6 +178,7 @@ def run_bed(
             env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"},
             folder=folder,
             timeout_s=timeout_s,
+            echo=_echo_progress,
         )
         written_by = [folder / f"rank{rank}.json" for rank in range(num_hosts)]
         ranks: list[list[dict[str, Any]]] = [
@@ -193,6 +198,11 @@ def run_bed(
         if keep is not None:
             _keep(keep, first)
     return found
+
+
+def _echo_progress(_: str, line: str) -> None:
+    if line.startswith(PROGRESS):
+        print(line.removeprefix(PROGRESS).strip(), flush=True)
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

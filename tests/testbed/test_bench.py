@@ -118,7 +118,7 @@ def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
 @pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
-def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:
+def test_a_small_bed_is_predicted_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = Workload(
         hidden_size=128, num_layers=8, num_heads=2, sequence_length=64, batch_size=8, steps=4, warmup_steps=1
     )
@@ -142,6 +142,8 @@ def test_a_small_bed_is_predicted_and_measured(tmp_path: Path) -> None:
         if results[-1]["measured_s"] < results[0]["measured_s"]:
             break  # else other work may have come in between: measured again
     assert [result["name"] for result in results] == ["by count", "by cost"]
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert told[0].startswith("[1/2] by count ... about ") and told[1].startswith("[2/2] by cost ... about ")
     by_count, by_cost = results
     assert by_count["layers"] == [4, 4]
     assert by_cost["layers"][0] > by_cost["layers"][1], "the host of half the share gets fewer"

@@ -14,6 +14,9 @@ from typing import Any
 
 from lightning_holmes.commands.benchmark.workload import Workload
 
+PROGRESS = "bench:"
+"""What the lines of a worker begin with that `bench` passes on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionCase:
@@ -120,7 +123,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
     ),
 )
 
-_SWEPT = _workload(192, 10, batch=16, steps=4)
+_SWEPT = _workload(192, 10, batch=16, steps=8)  # neighbouring partitions differ by less than a few steps tell
 _ALL = tuple(
     _case(f"{first}, {10 - first}", _SWEPT, partition=[first, 10 - first], num_microbatches=8) for first in range(1, 10)
 )

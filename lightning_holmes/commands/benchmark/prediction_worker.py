@@ -2,7 +2,8 @@
 
     torchrun ... -m lightning_holmes.commands.benchmark.prediction_worker FOLDER
 
-FOLDER holds bed.json, written by `bench`; each rank writes FOLDER/rank<N>.json after every case.
+FOLDER holds bed.json, written by `bench`; each rank writes FOLDER/rank<N>.json after every case, and rank 0 a line that
+begins with PROGRESS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.benchmark.prediction import PROGRESS
+from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.worker import StepClock
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
 from lightning_holmes.models import GPT
@@ -32,6 +36,9 @@ def main(folder: Path) -> None:
     for index, case in enumerate(bed["cases"]):
         found.append(train(case, topology, bed["num_hosts"], folder / f"case{index}"))
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+        if os.environ["RANK"] == "0":
+            seconds, count = statistics.median(found[-1]["steps_s"]), f"[{index + 1}/{len(bed['cases'])}]"
+            print(f"{PROGRESS} {count} {case['name']} ... about {show_seconds(seconds)} s a step", flush=True)
         gc.collect()
 
 
