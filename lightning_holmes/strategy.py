@@ -34,7 +34,8 @@ from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.grad_norm import GradNormExchange
-from lightning_holmes.gradients import GradientOptions, Gradients
+from lightning_holmes.gradient_options import GradientOptions
+from lightning_holmes.gradients import Gradients
 from lightning_holmes.monitoring import TimelineMonitor, make_monitor
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.parameter_groups import ParameterGroups

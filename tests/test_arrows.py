@@ -30,6 +30,7 @@ BESIDE_STRATEGY = {
     "averaging",
     "building",
     "grad_norm",
+    "gradient_options",
     "gradients",
     "learning",
     "live_costs",

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.gradients import GradientOptions
+from lightning_holmes.gradient_options import GradientOptions
 from lightning_holmes.plan.placement import Placement
 
 TWO_STAGES = Placement(((0, 1), (2, 3)))

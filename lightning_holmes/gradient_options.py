@@ -1,0 +1,80 @@
+"""What a user asks for gradients: checked by itself, and against where the ranks are.
+
+    options = GradientOptions(gradient_sync="hierarchical")
+    options.notes(placement, clusters)
+
+What is made of it is gradients.py's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_holmes.comm.choice import check_collective
+from lightning_holmes.comm.compression import COMPRESSIONS
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.placement import Placement, cluster_levels
+
+GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How gradients gather and are summed; HolmesStrategy's arguments of the same names.
+
+    Raises:
+        ConfigurationError: one of them is impossible by itself.
+    """
+
+    gradient_sync: str = "auto"
+    bucket_bytes: int | Literal["auto"] = "auto"
+    grad_dtype: str | None = "fp32"
+    compression: str | None = None
+    powersgd_rank: int = 2
+
+    def __post_init__(self) -> None:
+        check_collective(self.gradient_sync)
+        for name, value in (("bucket_bytes", self.bucket_bytes), ("powersgd_rank", self.powersgd_rank)):
+            if (name, value) != ("bucket_bytes", "auto") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.grad_dtype not in GRAD_DTYPES:
+            raise ConfigurationError(f'grad_dtype={self.grad_dtype!r} is unknown; use "fp32", "bf16" or None')
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise ConfigurationError(
+                f"compression={self.compression!r} is unknown; use None or one of "
+                f"{', '.join(repr(name) for name in COMPRESSIONS)}"
+            )
+        if self.compression == "powersgd" and self.gradient_sync not in ("auto", "all_reduce"):
+            raise ConfigurationError(
+                f'gradient_sync={self.gradient_sync!r} deals out parts of a bucket, but compression="powersgd" needs its '
+                f'matrices whole; leave gradient_sync at "auto", or use compression="bf16"'
+            )
+
+    def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:
+        """What comes of the options on this placement, a line each. ``clusters``: that of each global rank.
+
+        Raises:
+            ConfigurationError: no group of it can use the collective that is asked for.
+        """
+        tensor_ranks = range(placement.tensor_parallel_size)
+        groups = [
+            placement.data_parallel_group(s, t) for s in range(placement.pipeline_parallel_size) for t in tensor_ranks
+        ]
+        if self.gradient_sync == "hierarchical" and not any(cluster_levels(ranks, clusters)[0] for ranks in groups):
+            raise ConfigurationError(
+                'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
+                'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
+            )
+        found = []
+        if self.gradient_sync != "auto" and placement.data_parallel_size == 1:
+            found.append(f"gradient_sync={self.gradient_sync!r} has nothing to do: there is one replica")
+        if self.compression is not None and all(len({clusters[r] for r in ranks}) == 1 for ranks in groups):
+            found.append(
+                f"compression={self.compression!r} has nothing to do: no gradients cross between clusters, inside which "
+                f"they are never compressed"
+            )
+        return found
