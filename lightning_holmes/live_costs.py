@@ -35,6 +35,9 @@ LARGEST_RUN = 50_000_000
 # others use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
 _NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as a factor
+# Those of the last layer, whose backward is the first, and where memory is at its peak: it gets from the system what the layers
+# before find again. In a pipeline each stage has had it since its first microbatch.
+_LAST_NOISE = 1.75
 # Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
 # so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
@@ -256,24 +259,28 @@ def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]
 
 def alike_layers(model: ModelCost) -> ModelCost:
     """Timed layers that hold and send as many bytes, with the mean of their seconds where these differ by no more than a
-    measurement's noise. Layers that are alike are dealt exactly and at once; others with several chunks a rank are not."""
+    measurement's noise. The last one may take longer, and adds nothing to the mean then. Layers that are alike are dealt
+    exactly and at once; others with several chunks a rank are not."""
     kinds: dict[tuple[float, ...], list[int]] = {}
     for index, layer in enumerate(model.layers):
         key = (layer.parameter_bytes, layer.trained_bytes, layer.activation_bytes, layer.held_bytes)
         kinds.setdefault(key, []).append(index)
-    layers = list(model.layers)
+    layers, last = list(model.layers), len(model.layers) - 1
+    seconds = [layer.forward + layer.backward for layer in layers]
     for members in kinds.values():
-        middle = statistics.median(layers[index].forward + layers[index].backward for index in members)
-        near = [index for index in members if _is_near(layers[index].forward + layers[index].backward, middle)]
+        middle = statistics.median(seconds[index] for index in members)
+        near = [index for index in members if _is_near(seconds[index], middle, _NOISE)]
         forward = math.fsum(layers[index].forward for index in near) / max(1, len(near))
         backward = math.fsum(layers[index].backward for index in near) / max(1, len(near))
+        if last in members and len(near) > 1 and _is_near(seconds[last], middle, _LAST_NOISE):
+            near.append(last)
         for index in near:
             layers[index] = replace(layers[index], forward=forward, backward=backward)
     return replace(model, layers=tuple(layers))
 
 
-def _is_near(seconds: float, middle: float) -> bool:
-    return middle / _NOISE <= seconds <= middle * _NOISE
+def _is_near(seconds: float, middle: float, noise: float) -> bool:
+    return middle / noise <= seconds <= middle * noise
 
 
 def _described(request: PlanRequest, speeds: Sequence[float]) -> str:

@@ -234,6 +234,7 @@ def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: fl
         ethernet_bytes=max(cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
         fast_bytes=max(sum(cards.values()) - cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+        plans=[] if ranks[0]["plan"] is None else [ranks[0]["plan"]],
     )
 
 
@@ -253,6 +254,7 @@ def join(results: Sequence[Result]) -> Result:
         ethernet_bytes=good[0].ethernet_bytes,
         fast_bytes=good[0].fast_bytes,
         peak_bytes=max(result.peak_bytes for result in good),
+        plans=[plan for result in good for plan in result.plans],
         problem=f"{len(problems)} of {len(results)} runs failed: {problems[0]}" if problems else None,
     )
 

@@ -174,6 +174,18 @@ def test_layers_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
     assert found[3:] == layers[3:], "one of another speed, and one that holds more"
 
 
+@pytest.mark.parametrize(("seconds", "is_alike"), [(1.5, True), (2.0, False)])
+def test_the_last_layer_may_be_slowed_by_what_its_backward_takes_from_the_system(
+    seconds: float, is_alike: bool
+) -> None:
+    layers = [LayerCost(forward=taken, backward=2 * taken, parameter_bytes=1e6) for taken in (1.0, 1.1, 0.9, seconds)]
+    for order, changed in ((layers, is_alike), (layers[::-1], False)):
+        found = alike_layers(ModelCost(unit="seconds", microbatch_samples=1, layers=tuple(order))).layers
+        slow = order.index(layers[3])
+        assert found[slow].forward == pytest.approx(1.0 if changed else seconds), "of the last layer alone"
+        assert found[1 if slow == 3 else 2].forward == pytest.approx(1.0), "and it adds nothing to the mean"
+
+
 def test_speeds_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
     assert alike_speeds([10.0, 9.0, 5.0, 4.6], "cpu") == pytest.approx((9.5, 9.5, 4.8, 4.8))
     assert alike_speeds([10.0, 9.0], "cuda") == (10.0, 9.0)

@@ -52,6 +52,8 @@ def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pyte
     # two hosts in two clusters are a pipeline: what crosses are activations, not gradients
     assert holmes["share"] == pytest.approx(floor["step_s"] / holmes["step_s"])
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000
+    assert floor["plans"] == ddp["plans"] == [] and len(holmes["plans"]) == 1
+    assert "microbatches, layers 1, 1; " in holmes["plans"][0] and f"Holmes: {holmes['plans'][0]}" in shown
     assert blind["step_s"] is None and "two hosts or more" in blind["problem"] and blind["problem"] in shown
 
 
@@ -82,11 +84,12 @@ def test_shares_are_of_the_slowest_ranks_median_step() -> None:
 
 
 def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
-    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0, peak_bytes=8.0)
-    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0, peak_bytes=9.0)
+    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0, peak_bytes=8.0, plans=["a"])
+    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0, peak_bytes=9.0, plans=["b"])
     failed = Result(name="x", title="X", problem="it fell over")
     both = bench.join([first, second])
     assert both.rank_steps_s == [[1.0, 3.0], [2.0, 4.0]] and both.peak_bytes == 9.0
+    assert both.plans == ["a", "b"]
     joined = bench.join([first, failed])
     assert joined.rank_steps_s == [[1.0], [2.0]] and joined.problem == "1 of 2 runs failed: it fell over"
     assert bench.join([failed]).problem == "it fell over"

@@ -28,7 +28,8 @@ class Result:
     """What one contender gave.
 
     rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
-    a step on its cards, the largest of all hosts; peak_bytes the most memory that a rank's process held. problem says why there are no figures; can_run is False where the
+    a step on its cards, the largest of all hosts; peak_bytes the most memory that a rank's process held. plans are how
+    Holmes ran the steps, in words, one for each run. problem says why there are no figures; can_run is False where the
     network is not one for this contender.
     """
 
@@ -38,6 +39,7 @@ class Result:
     ethernet_bytes: float = 0.0
     fast_bytes: float = 0.0
     peak_bytes: float = 0.0
+    plans: list[str] = dataclasses.field(default_factory=list)
     problem: str | None = None
     can_run: bool = True
 
@@ -74,7 +76,7 @@ class Report:
         return self.floor_s / result.step_s
 
     def print(self) -> None:
-        """The table, and what did not run."""
+        """The table, how Holmes ran, and what did not run."""
         table = Table(title=self.network)
         table.add_column("contender")
         for title in ("seconds a step", "share of the floor", "Ethernet MB a step", "fast MB a step", "peak RSS MB"):
@@ -96,6 +98,8 @@ class Report:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
         for result in self.results:
+            for plan in dict.fromkeys(result.plans):
+                console.print(f"{result.title}: {plan}", markup=False, highlight=False)
             if result.problem is not None:
                 console.print(f"{result.title}: {result.problem}", markup=False, highlight=False)
 

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import Strategy
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
+from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
+from lightning_holmes.strategy import HolmesStrategy
 
 _INTERFACES = Path("/sys/class/net")
 
@@ -58,6 +61,16 @@ def read_sent_bytes() -> dict[str, int]:
         for folder in _INTERFACES.iterdir()
         if folder.name != "lo"
     }
+
+
+def describe_plan(strategy: Strategy) -> str | None:
+    """How HolmesStrategy ran the steps, in words; None for any other."""
+    if not isinstance(strategy, HolmesStrategy):
+        return None
+    plan, prediction = strategy.plan, strategy.prediction
+    layers = ", ".join(map(str, plan.partition.layer_counts))
+    described = f"{plan.schedule}, {plan.num_microbatches} microbatches, layers {layers}"
+    return described if prediction is None else f"{described}; {show_seconds(prediction.step_s)} s a step predicted"
 
 
 def read_job(folder: Path) -> Job:
@@ -98,6 +111,7 @@ def main(name: str, folder: Path) -> None:
         "sent_bytes": {interface: after[interface] - before[interface] for interface in after},
         "samples": data.batch_size,
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "plan": describe_plan(trainer.strategy),
     }
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
