@@ -45,7 +45,7 @@ class PredictionBed:
     cases: tuple[PredictionCase, ...]
 
 
-def _workload(hidden: int, layers: int, *, batch: int, sequence: int = 128, heads: int = 4, steps: int = 5) -> Workload:
+def _workload(hidden: int, layers: int, *, batch: int, sequence: int = 128, heads: int = 4, steps: int = 8) -> Workload:
     return Workload(
         hidden_size=hidden,
         num_layers=layers,
@@ -123,7 +123,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
     ),
 )
 
-_SWEPT = _workload(192, 10, batch=16, steps=8)  # neighbouring partitions differ by less than a few steps tell
+_SWEPT = _workload(192, 10, batch=16)  # neighbouring partitions differ by less than a few steps tell
 _ALL = tuple(
     _case(f"{first}, {10 - first}", _SWEPT, partition=[first, 10 - first], num_microbatches=8) for first in range(1, 10)
 )
