@@ -35,8 +35,8 @@ LARGEST_RUN = 50_000_000
 # others use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
 _NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as a factor
-# Those of the last layer, whose backward is the first, and where memory is at its peak: it gets from the system what the layers
-# before find again. In a pipeline each stage has had it since its first microbatch.
+# Those of the last layer, slower than the others: its backward is the first, where memory is at its peak, and presumably gets from
+# the system what the others find again. In a pipeline's steps it is as fast as they are.
 _LAST_NOISE = 1.75
 # Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
 # so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
@@ -269,18 +269,14 @@ def alike_layers(model: ModelCost) -> ModelCost:
     seconds = [layer.forward + layer.backward for layer in layers]
     for members in kinds.values():
         middle = statistics.median(seconds[index] for index in members)
-        near = [index for index in members if _is_near(seconds[index], middle, _NOISE)]
+        near = [index for index in members if middle / _NOISE <= seconds[index] <= middle * _NOISE]
         forward = math.fsum(layers[index].forward for index in near) / max(1, len(near))
         backward = math.fsum(layers[index].backward for index in near) / max(1, len(near))
-        if last in members and len(near) > 1 and _is_near(seconds[last], middle, _LAST_NOISE):
+        if last in members and len(near) > 1 and middle * _NOISE < seconds[last] <= middle * _LAST_NOISE:
             near.append(last)
         for index in near:
             layers[index] = replace(layers[index], forward=forward, backward=backward)
     return replace(model, layers=tuple(layers))
-
-
-def _is_near(seconds: float, middle: float, noise: float) -> bool:
-    return middle / noise <= seconds <= middle * noise
 
 
 def _described(request: PlanRequest, speeds: Sequence[float]) -> str:

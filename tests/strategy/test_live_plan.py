@@ -174,7 +174,7 @@ def test_layers_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
     assert found[3:] == layers[3:], "one of another speed, and one that holds more"
 
 
-@pytest.mark.parametrize(("seconds", "is_alike"), [(1.5, True), (2.0, False)])
+@pytest.mark.parametrize(("seconds", "is_alike"), [(1.5, True), (2.0, False), (0.6, False)])
 def test_the_last_layer_may_be_slowed_by_what_its_backward_takes_from_the_system(
     seconds: float, is_alike: bool
 ) -> None:
