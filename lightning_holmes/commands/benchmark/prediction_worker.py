@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.prediction import PROGRESS
 from lightning_holmes.commands.benchmark.report import show_seconds
-from lightning_holmes.commands.benchmark.worker import StepClock
+from lightning_holmes.commands.benchmark.worker import StepClock, describe_schedule
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
 from lightning_holmes.models import GPT
 from lightning_holmes.monitoring import TimelineMonitor
@@ -69,7 +69,7 @@ def train(case: dict[str, Any], topology: Topology, num_hosts: int, folder: Path
         result |= {
             "predicted_s": None if prediction is None else prediction.step_s,
             "layers": list(plan.partition.layer_counts),
-            "schedule": f"{plan.schedule}, {plan.num_microbatches} microbatches",
+            "schedule": describe_schedule(plan),
             "notes": list(plan.notes),
             "timeline": json.loads((folder / "timeline.json").read_text()),
         }

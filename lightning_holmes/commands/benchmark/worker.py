@@ -23,6 +23,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
 from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
 
 _INTERFACES = Path("/sys/class/net")
@@ -63,13 +64,18 @@ def read_sent_bytes() -> dict[str, int]:
     }
 
 
+def describe_schedule(plan: Plan) -> str:
+    """Schedule and microbatches, in words."""
+    return f"{plan.schedule}, {plan.num_microbatches} microbatches"
+
+
 def describe_plan(strategy: Strategy) -> str | None:
     """How HolmesStrategy ran the steps, in words; None for any other."""
     if not isinstance(strategy, HolmesStrategy):
         return None
     plan, prediction = strategy.plan, strategy.prediction
     layers = ", ".join(map(str, plan.partition.layer_counts))
-    described = f"{plan.schedule}, {plan.num_microbatches} microbatches, layers {layers}"
+    described = f"{describe_schedule(plan)}, layers {layers}"
     return described if prediction is None else f"{described}; {show_seconds(prediction.step_s)} s a step predicted"
 
 
