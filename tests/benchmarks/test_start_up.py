@@ -1,7 +1,7 @@
 """Seconds from launching the demo's recipe on four processes to its first step, and to a loss that shows it learns.
 
-The limit is 20 s. Where the machine is so slow that importing Lightning takes as long by itself, it is 1.25 times what that takes,
-in one process, which launches, and then in three at once: what any strategy needs.
+The limit is 20 s. Where the machine is so slow that Lightning's own DDP needs as long for the same recipe, it is 1.25 times what
+DDP needs: importing Lightning, reading the config and joining four processes is every strategy's.
 """
 
 import os
@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.benchmark
 ROOT = Path(__file__).resolve().parents[2]
-WITHIN_S, OF_IMPORTS = 20.0, 1.25
+WITHIN_S, OF_DDP = 20.0, 1.25
 
 
 @pytest.mark.timeout(600)
@@ -23,15 +23,15 @@ def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_w
     tmp_path: Path,
 ) -> None:
     first, losses = run_recipe(tmp_path, steps=60)
-    seconds, imports, limit = [first], [], WITHIN_S
+    seconds, others, limit = [first], [], WITHIN_S
     while min(seconds) >= limit and len(seconds) < 5:  # what else runs on the machine only adds, to either
-        imports.append(import_lightning(1) + import_lightning(3))
+        others.append(run_recipe(tmp_path, strategy="ddp")[0])
         seconds.append(run_recipe(tmp_path)[0])
-        limit = max(WITHIN_S, OF_IMPORTS * min(imports))
+        limit = max(WITHIN_S, OF_DDP * min(others))
     shown = ", ".join(f"{s:.1f}" for s in seconds)
     print(f"\nstart-up of recipes/gpt_tiny on 4 processes: {shown} s to the first step (under {limit:.1f})")
-    if imports:
-        print(f"importing Lightning in one process, then in three: {', '.join(f'{s:.1f}' for s in imports)} s")
+    if others:
+        print(f"the same with Lightning's DDP: {', '.join(f'{s:.1f}' for s in others)} s")
     number, reached = next(((n, s) for n, loss, s in losses if loss < 2.6), (0, 0.0))
     print(
         f"loss {losses[0][1]:.2f} at step 1; below 2.6 at step {number}, {reached:.0f} s behind the launch (under 180)"
@@ -41,22 +41,7 @@ def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_w
     assert min(seconds) < limit
 
 
-def import_lightning(number: int) -> float:
-    """Seconds in which so many processes at once have imported Lightning."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = time.perf_counter()
-    processes = [
-        subprocess.Popen([sys.executable, "-c", "import lightning.pytorch"], env=environment) for _ in range(number)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * number
-    finally:
-        for process in processes:
-            process.kill()
-    return time.perf_counter() - started
-
-
-def run_recipe(folder: Path, steps: int = 1) -> tuple[float, list[tuple[int, float, float]]]:
+def run_recipe(folder: Path, steps: int = 1, strategy: str = "") -> tuple[float, list[tuple[int, float, float]]]:
     """Seconds from the launch to the first step of the last process; by step its number, loss, and seconds."""
     command = [
         str(Path(sys.executable).parent / "lightning-holmes"),
@@ -66,6 +51,8 @@ def run_recipe(folder: Path, steps: int = 1) -> tuple[float, list[tuple[int, flo
         f"--trainer.max_steps={steps}",
         f"--trainer.default_root_dir={folder}",
     ]
+    if strategy:  # in the place of the recipe's
+        command.append(f"--trainer.strategy={strategy}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": "tests/benchmarks"}
     started = time.time()
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
