@@ -205,6 +205,7 @@ def _profiled(
                 operator_s=operator_s,
                 may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
                 seconds=seconds,
+                pipeline_parallel_size=request.layout.placement.pipeline_parallel_size,
             )
     except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
         text = str(error).splitlines()[0] if str(error) else "no message"

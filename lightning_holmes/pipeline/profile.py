@@ -34,7 +34,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.repeats import undisturbed
-from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, share_layer_memory, with_own_gradients
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.torch_private import (
@@ -74,6 +74,7 @@ def profile_step(
     operator_s: float = 0.0,
     may_run: bool = True,
     seconds: float = 0.0,
+    pipeline_parallel_size: int = 1,
 ) -> ModelCost:
     """The costs of ``module.training_step(*arguments)``.
 
@@ -88,6 +89,8 @@ def profile_step(
         operator_s: seconds that every operator of a "fake" profile takes beside its FLOPs, in launching it.
         may_run: whether a step that does not run on fake tensors may be run for real.
         seconds: how long "measure" goes on at the least, after its first repeats.
+        pipeline_parallel_size: into how many stages the layers will be cut. "measure" then works in the memory of one stage's
+            layers: processors' caches hold more of few layers than of all.
 
     Raises:
         UnsupportedModuleError: the step runs through no list of layers in order.
@@ -98,7 +101,7 @@ def profile_step(
     reasons = []
     for candidate in candidates:
         try:
-            seen = _run(module, arguments, candidate.name, mode, context, may_run, seconds)
+            seen = _run(module, arguments, candidate.name, mode, context, may_run, seconds, pipeline_parallel_size)
         except _NotTheLayers as reason:
             reasons.append(f"{candidate.name}: {reason}")
             continue
@@ -121,6 +124,7 @@ def _run(
     context: Callable[[], AbstractContextManager[Any]] | None,
     may_run: bool,
     seconds: float,
+    pipeline_parallel_size: int,
 ) -> _Recorder:
     context = context or nullcontext
     has_values = all(fake_mode_of(parameter) is None for parameter in module.parameters())
@@ -129,7 +133,7 @@ def _run(
             raise UnsupportedModuleError(
                 f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
             )
-        return _measure(module, arguments, layers, context, seconds)
+        return _measure(module, arguments, layers, context, seconds, pipeline_parallel_size)
     fake = next((found for p in module.parameters() if (found := fake_mode_of(p)) is not None), None)
     fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -150,7 +154,7 @@ def _run(
                 f"{lacks}; profile a smaller one, or leave the value out of the step"
             ) from error
         return _count(
-            _with_own_gradients(shadow_copy(module)), tree.map_tensors(Tensor.clone, arguments), layers, context
+            with_own_gradients(shadow_copy(module)), tree.map_tensors(Tensor.clone, arguments), layers, context
         )
 
 
@@ -183,6 +187,7 @@ def _measure(
     layers: str,
     context: Callable[[], AbstractContextManager[Any]],
     seconds: float,
+    pipeline_parallel_size: int,
 ) -> _Recorder:
     device = next(module.parameters()).device
 
@@ -195,8 +200,9 @@ def _measure(
     # layers apart, and the wall clock how long they take together
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
     # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
-    shadow = _with_own_gradients(shadow_copy(module))
+    shadow = with_own_gradients(shadow_copy(module))
     noted = _Recorder(shadow, layers, clock)
+    share_layer_memory(shadow, layers, -(-len(noted.layer_list) // pipeline_parallel_size))
     noted.step(tree.map_tensors(Tensor.clone, arguments), context)
     recorders: list[_Recorder] = []
     recorded: list[float] = []  # seconds of each by the recorders' clock, and by the wall clock
@@ -221,29 +227,12 @@ def _measure(
     return noted
 
 
-def _with_own_gradients(shadow: LightningModule) -> LightningModule:
-    """Parameters of its own over the same memory: the backward must leave no gradient on the module's."""
-    _replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
-    return shadow
-
-
 def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
     """Fake parameters and buffers instead of a copy's own."""
-    _replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
+    replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
     for submodule in shadow.modules():
         for name, buffer in list(submodule.named_buffers(recurse=False)):
             setattr(submodule, name, _as_fake(buffer, mode))
-
-
-def _replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
-    kept = []
-    for submodule in shadow.modules():
-        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                kept.append(parameter)
-                made[id(parameter)] = make(parameter)
-            setattr(submodule, name, made[id(parameter)])
 
 
 def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

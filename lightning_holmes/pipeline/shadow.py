@@ -2,10 +2,13 @@
 
 import copy
 import types
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
@@ -76,3 +79,52 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
                 for handle, hook in value.items():
                     value[handle] = rebind(hook)
     return module
+
+
+def with_own_gradients(shadow: LightningModule) -> LightningModule:
+    """Parameters of its own over the same memory: a backward leaves no gradient on the module's."""
+    replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    return shadow
+
+
+def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put what ``make`` gives in every parameter's place."""
+    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    kept = []
+    for submodule in shadow.modules():
+        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                kept.append(parameter)
+                made[id(parameter)] = make(parameter)
+            setattr(submodule, name, made[id(parameter)])
+
+
+def share_layer_memory(shadow: LightningModule, layers: str, number: int) -> None:
+    """Let the list's layers behind the first ``number`` compute with their weights, and add to their gradients.
+
+    What a rank with so many layers reads and writes is then all that a step of the whole copy does, and a clock finds in the
+    processor's caches what a run does. Parameters that are tied, or have no like in the other layer, stay.
+    """
+    uses = Counter(id(p) for module in shadow.modules() for p in module.parameters(recurse=False))
+    children = list(shadow.get_submodule(layers).children())
+    for index, layer in enumerate(children[number:]):
+        others = dict(children[index % number].named_parameters())
+        for name, parameter in list(layer.named_parameters()):
+            other = others.get(name)
+            if (
+                other is None
+                or other is parameter
+                or uses[id(parameter)] + uses[id(other)] != 2
+                or _kind(parameter) != _kind(other)
+            ):
+                continue
+            shared = nn.Parameter(other.detach(), requires_grad=other.requires_grad)
+            if other.requires_grad:
+                other.grad = torch.zeros_like(other) if other.grad is None else other.grad
+                shared.grad = other.grad
+            owner, _, own_name = name.rpartition(".")
+            setattr(layer.get_submodule(owner), own_name, shared)
+
+
+def _kind(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.requires_grad

@@ -16,6 +16,7 @@ from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
 from lightning_holmes.pipeline.profile import build_fake, profile_step
 from lightning_holmes.pipeline.repeats import undisturbed
+from lightning_holmes.pipeline.shadow import share_layer_memory, shadow_copy, with_own_gradients
 from lightning_holmes.pipeline.trace import trace_step
 
 
@@ -143,6 +144,34 @@ def test_measured_seconds_are_those_of_the_parts() -> None:
     # the sum of the parts, each at its quickest, is a step; the machine may be busy with other things
     assert 0.3 * min(times) < cost.forward + cost.backward < 1.7 * max(times)
     assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
+
+
+def test_layers_are_timed_in_the_memory_of_one_stage() -> None:
+    """Weights and gradients of five layers take the place of as many as a rank of two stages holds; the module keeps its own."""
+    model = GPT(vocab_size=50, hidden_size=16, num_layers=5, num_heads=2, sequence_length=8)
+    before = copy.deepcopy(model.state_dict())
+    shadow = with_own_gradients(shadow_copy(model))
+    share_layer_memory(shadow, "layers", 3)
+    for _ in range(2):  # the second adds to what the first left
+        shadow.compute_loss(tokens(2, 8)).backward()
+    weights = [layer.mlp[0].weight for layer in shadow.layers]
+    assert [weights[i].data_ptr() == weights[j].data_ptr() for i, j in ((0, 3), (1, 4), (0, 1))] == [True, True, False]
+    assert weights[3].grad.data_ptr() == weights[0].grad.data_ptr()
+    assert all(p.grad is None for p in model.parameters())
+    whole, part = (profile_step(model, (tokens(2, 8), 0), mode="measure", pipeline_parallel_size=p) for p in (1, 2))
+    for one, other in zip(
+        (whole.before, *whole.layers, whole.after), (part.before, *part.layers, part.after), strict=True
+    ):
+        assert one.held_bytes == other.held_bytes and one.parameter_bytes == other.parameter_bytes
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_layers_that_are_unlike_frozen_or_tied_keep_their_memory_when_timed() -> None:
+    shadow = with_own_gradients(shadow_copy(Stack(frozen=2)))
+    shadow.layers[1].weight = shadow.layers[3].weight
+    pointers = [layer.weight.data_ptr() for layer in shadow.layers]
+    share_layer_memory(shadow, "layers", 1)  # 0 is frozen, 1 and 3 are tied, 2 trains
+    assert [layer.weight.data_ptr() for layer in shadow.layers] == pointers
 
 
 def test_the_quicker_half_counts_whatever_a_repeat_lasts() -> None:
