@@ -2,6 +2,7 @@
 
     lightning-holmes bench
     lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
+    lightning-holmes bench --contenders floor holmes --timeline      # and where a step's seconds go
 
 Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
 the hosts lightning_holmes.cluster.testbed's. Every contender is started by torchrun on every host, with the nodes
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,14 @@ from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.commands.bench_predict import run_partitions, run_predictions
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Contender, Job
-from lightning_holmes.commands.benchmark.report import Report, Result, load_figure_class, show_seconds
+from lightning_holmes.commands.benchmark.report import (
+    Report,
+    Result,
+    load_figure_class,
+    mean_by_kind,
+    show_seconds,
+)
+from lightning_holmes.commands.benchmark.worker import TIMELINE
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.commands.testbed import parse_rate, show_rate
 from lightning_holmes.errors import ConfigurationError, TestbedError
@@ -92,6 +101,7 @@ def main(args: list[str]) -> None:
         timeout_s=options.timeout,
         command=command,
         verbose=options.verbose,
+        timelines=Path(options.output) if options.timeline else None,
     )
     report.print()
     for path in report.write(Path(options.output)):
@@ -136,6 +146,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=600.0, help="seconds that a contender, or ten runs of a bed, may take"
     )
     parser.add_argument("--output", default="runs/bench", help="folder for bench.json and bench.png")
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="watch Holmes's steps (monitor=True): tell where their seconds go, and draw one beside its prediction",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the hosts print")
     return parser
 
@@ -168,15 +183,16 @@ def run_benchmark(
     timeout_s: float,
     command: str,
     verbose: bool,
+    timelines: Path | None = None,
 ) -> Report:
-    """Run the contenders in turn on one testbed."""
+    """Run the contenders in turn on one testbed; with ``timelines``, a folder for those of Holmes's last runs."""
     order = [contender for _ in range(rounds) for contender in contenders]
     order += [contender for contender in contenders if contender.name == FLOOR]  # again at the end: drift would show
     found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
     with Testbed(job.topology, TestbedOptions(cpu_share=cpu_share)) as bed:
         for number, contender in enumerate(order, start=1):
             print(f"[{number}/{len(order)}] {contender.title}", end=" ... ", flush=True)
-            result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose)
+            result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose, timelines=timelines)
             print(f"{show_seconds(result.step_s)} s a step" if result.step_s is not None else "no figures", flush=True)
             found[contender.name].append(result)
     fast, ethernet = (nic.bandwidth_bytes_per_s for nic in job.topology.clusters[0].hosts[0].nics)
@@ -194,7 +210,9 @@ def run_benchmark(
     )
 
 
-def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: float, verbose: bool) -> Result:
+def run_contender(
+    bed: Testbed, contender: Contender, job: Job, *, timeout_s: float, verbose: bool, timelines: Path | None = None
+) -> Result:
     """One run of one contender."""
     if (why_not := contender.why_not(job)) is not None:
         return Result(name=contender.name, title=contender.title, problem=why_not, can_run=False)
@@ -205,6 +223,7 @@ def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: fl
             "topology": job.topology.to_yaml(),
             "processes_per_host": job.processes_per_host,
             "workload": job.workload.to_json(),
+            "timeline": timelines is not None,
         }
         (folder / "job.json").write_text(json.dumps(written))
         order = contender.node_order(job)
@@ -225,6 +244,7 @@ def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: fl
         if problem is not None:
             return Result(name=contender.name, title=contender.title, problem=problem)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.world_size)]
+        seconds_by_kind = {} if timelines is None else _keep_timeline(folder, timelines, contender)
     # processes of one host see the same cards: one of them speaks for the host
     sent = {rank["host"]: rank["sent_bytes"] for rank in ranks}
     return Result(
@@ -235,7 +255,19 @@ def run_contender(bed: Testbed, contender: Contender, job: Job, *, timeout_s: fl
         fast_bytes=max(sum(cards.values()) - cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),
         plans=[] if ranks[0]["plan"] is None else [ranks[0]["plan"]],
+        seconds_by_kind=seconds_by_kind,
     )
+
+
+def _keep_timeline(folder: Path, output: Path, contender: Contender) -> dict[str, float]:
+    """Copy the timeline that a run of Holmes left, and give its step's seconds by kind, the mean of the ranks."""
+    written = folder / TIMELINE
+    if not written.exists():
+        return {}
+    output.mkdir(parents=True, exist_ok=True)
+    for path in (written, written.with_suffix(".png")):
+        shutil.copyfile(path, output / f"timeline-{contender.name}{path.suffix}")
+    return mean_by_kind(json.loads(written.read_text())["seconds_by_kind"])
 
 
 def join(results: Sequence[Result]) -> Result:
@@ -255,6 +287,7 @@ def join(results: Sequence[Result]) -> Result:
         fast_bytes=good[0].fast_bytes,
         peak_bytes=max(result.peak_bytes for result in good),
         plans=[plan for result in good for plan in result.plans],
+        seconds_by_kind=mean_by_kind([result.seconds_by_kind for result in good]),
         problem=f"{len(problems)} of {len(results)} runs failed: {problems[0]}" if problems else None,
     )
 

@@ -16,7 +16,7 @@ from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
 from lightning_holmes.pipeline.profile import build_fake, profile_step
 from lightning_holmes.pipeline.repeats import undisturbed
-from lightning_holmes.pipeline.shadow import share_layer_memory, shadow_copy, with_own_gradients
+from lightning_holmes.pipeline.shadow import shadow_copy, share_layer_memory, with_own_gradients
 from lightning_holmes.pipeline.trace import trace_step
 
 

@@ -1,5 +1,6 @@
 """The benchmark: a small one for real, and what it makes of its figures."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -33,9 +34,7 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(400)
 def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (
-        f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 blind holmes --timeout 120 --output {tmp_path / 'out'}"
-    )
+    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 blind holmes --timeout 120 --timeline --output {tmp_path / 'out'}"
     bench.main(arguments.split())
     shown = capsys.readouterr().out
     data = json.loads((tmp_path / "out" / "bench.json").read_text())
@@ -54,6 +53,11 @@ def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pyte
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000
     assert floor["plans"] == ddp["plans"] == [] and len(holmes["plans"]) == 1
     assert "microbatches, layers 1, 1; " in holmes["plans"][0] and f"Holmes: {holmes['plans'][0]}" in shown
+    by_kind, timeline = holmes["seconds_by_kind"], json.loads((tmp_path / "out" / "timeline-holmes.json").read_text())
+    assert sum(by_kind.values()) == pytest.approx(sum(sum(r.values()) for r in timeline["seconds_by_kind"]) / 2)
+    assert by_kind["forward"] > 0 < by_kind["backward"] and f"{by_kind['backward']:.2f}" in shown
+    assert (tmp_path / "out" / "timeline-holmes.png").read_bytes().startswith(b"\x89PNG")
+    assert not floor["seconds_by_kind"] and not (tmp_path / "out" / "timeline-floor.json").exists()
     assert blind["step_s"] is None and "two hosts or more" in blind["problem"] and blind["problem"] in shown
 
 
@@ -90,6 +94,11 @@ def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
     both = bench.join([first, second])
     assert both.rank_steps_s == [[1.0, 3.0], [2.0, 4.0]] and both.peak_bytes == 9.0
     assert both.plans == ["a", "b"]
+    watched = [dataclasses.replace(first, seconds_by_kind={"forward": seconds}) for seconds in (1.0, 3.0)]
+    assert (
+        bench.join(watched).seconds_by_kind == {"forward": 2.0}
+        and bench.join([watched[0], second]).seconds_by_kind == {}
+    )
     joined = bench.join([first, failed])
     assert joined.rank_steps_s == [[1.0], [2.0]] and joined.problem == "1 of 2 runs failed: it fell over"
     assert bench.join([failed]).problem == "it fell over"

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class Result:
 
     rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
     a step on its cards, the largest of all hosts; peak_bytes the most memory that a rank's process held. plans are how
-    Holmes ran the steps, in words, one for each run. problem says why there are no figures; can_run is False where the
+    Holmes ran the steps, in words, one for each run. seconds_by_kind is where a step of Holmes went, the mean of the ranks,
+    if its timeline was taken. problem says why there are no figures; can_run is False where the
     network is not one for this contender.
     """
 
@@ -40,6 +42,7 @@ class Result:
     fast_bytes: float = 0.0
     peak_bytes: float = 0.0
     plans: list[str] = dataclasses.field(default_factory=list)
+    seconds_by_kind: dict[str, float] = dataclasses.field(default_factory=dict)
     problem: str | None = None
     can_run: bool = True
 
@@ -97,6 +100,9 @@ class Report:
         # without a terminal nothing is known of the width: let no column be folded
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
+        watched = [result for result in self.results if result.seconds_by_kind]
+        if watched:
+            console.print(_kinds_table(watched))
         for result in self.results:
             for plan in dict.fromkeys(result.plans):
                 console.print(f"{result.title}: {plan}", markup=False, highlight=False)
@@ -141,6 +147,34 @@ class Report:
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=150)
         return path
+
+
+_KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "wait": "waiting for another stage, or for a transfer",
+    "reduce": "gradient reduction that nothing hides",
+    "update": "optimizer",
+    "other": "all else: data, logs, checks, starting transfers",
+}
+
+
+def _kinds_table(results: Sequence[Result]) -> Table:
+    table = Table(title="Seconds of a step, the mean of the ranks")
+    table.add_column("of a step of middle length")
+    for result in results:
+        table.add_column(result.title, justify="right")
+    for kind, title in _KINDS.items():
+        table.add_row(title, *(f"{result.seconds_by_kind[kind]:.2f}" for result in results))
+    table.add_row("together", *(f"{sum(result.seconds_by_kind.values()):.2f}" for result in results))
+    return table
+
+
+def mean_by_kind(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of seconds by kind, of ranks or of runs; empty where one has none."""
+    if not found or not all(found):
+        return {}
+    return {kind: statistics.fmean(seconds[kind] for seconds in found) for kind in found[0]}
 
 
 def show_seconds(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
     torchrun ... -m lightning_holmes.commands.benchmark.worker ddp FOLDER
 
-FOLDER holds job.json, written by `bench`; each rank writes FOLDER/rank<N>.json.
+FOLDER holds job.json, written by `bench`; each rank writes FOLDER/rank<N>.json, and rank 0 the timeline if it is asked for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
 from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
+from lightning_holmes.monitoring import TimelineMonitor
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
+
+TIMELINE = "timeline.json"
+"""The file of a run's timeline, in its folder; the picture lies beside it."""
 
 _INTERFACES = Path("/sys/class/net")
 
@@ -95,18 +99,22 @@ def main(name: str, folder: Path) -> None:
     workload = job.workload
     seed_everything(1, verbose=False)
     clock = StepClock(workload.warmup_steps)
+    strategy, callbacks = contender.make_strategy(job), list[Callback]([clock])
+    if json.loads((folder / "job.json").read_text())["timeline"] and isinstance(strategy, HolmesStrategy):
+        callbacks.append(TimelineMonitor(file=TIMELINE))
     trainer = Trainer(
         accelerator="cpu",
         devices=1 if contender.alone else job.processes_per_host,
         num_nodes=1 if contender.alone else job.num_hosts,
-        strategy=contender.make_strategy(job),
+        strategy=strategy,
         max_steps=workload.warmup_steps + workload.steps,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
+        default_root_dir=folder,
+        callbacks=callbacks,
     )
     data = SharedBatches(workload, num_replicas=job.world_size if contender.alone else None)
     trainer.fit(contender.make_module(job), datamodule=data)
