@@ -29,12 +29,13 @@ def test_errors_and_the_order_of_plans() -> None:
     assert [(one.name, other.name) for one, other in report.misordered()] == [("a", "b")]
 
 
-def test_each_round_has_its_error_and_a_plan_the_order_of_its_means() -> None:
+def test_a_case_has_the_median_error_of_its_rounds_and_a_plan_the_order_of_its_means() -> None:
     report = PredictionReport()
     report.add([run("a", 1.1, 1.0), run("b", 1.05, 1.2), run("a", 1.1, 1.1, round=2), run("b", 1.05, 1.0, round=2)])
     # in the first round a was faster by 20 %; in both together they are too near each other
-    assert report.misordered() == [] and report.worst_error == pytest.approx(0.125)
-    assert report.median_error == pytest.approx((0.05 + 0.1) / 2)
+    assert report.misordered() == [] and report.worst_run_error == pytest.approx(0.125)
+    assert report.case_errors() == pytest.approx([(0.1 + 0) / 2, (-0.125 + 0.05) / 2])
+    assert (report.median_error, report.worst_error) == pytest.approx(((0.05 + 0.0375) / 2, 0.05))
 
 
 def test_runs_of_one_plan_are_not_compared_whatever_asked_for_it() -> None:
@@ -44,7 +45,7 @@ def test_runs_of_one_plan_are_not_compared_whatever_asked_for_it() -> None:
     )
     report = PredictionReport()
     report.add([by_count, by_cost])
-    assert report.misordered() == [] and report.worst_error == pytest.approx(1 / 6)
+    assert report.misordered() == [] and report.worst_error == report.worst_run_error == pytest.approx(1 / 6)
     report.add([other])  # slower than the mean of both, and predicted as fast
     assert [(one.name, slower.name) for one, slower in report.misordered()] == [("a", "c")]
 
@@ -98,7 +99,8 @@ def test_the_command_fails_where_predictions_miss_an_aim(
         with pytest.raises(SystemExit, match=str(code)):
             bench.main(arguments)
     lines_out = capsys.readouterr().out.splitlines()
-    assert "unequal: 6 runs" in lines_out and sum("again" in line for line in lines_out) == 3
+    assert "unequal: 6 runs" in lines_out and sum("round 2" in line for line in lines_out) == 3
+    assert any(line.startswith("3 cases: ") and "of 6 single runs" in line for line in lines_out)
     told = [line for line in lines_out if line.startswith("aim missed: ")]
     assert len(told) == len(lines) and all(words in line for words, line in zip(lines, told, strict=True))
 
@@ -137,7 +139,7 @@ def test_a_folder_keeps_what_stands_in_it(tmp_path: Path, capsys: pytest.Capture
         ("another", "a", 1.0),
     ]
     later.print()
-    assert "3 runs: median error 10.0%, worst 50.0%" in capsys.readouterr().out
+    assert "3 cases: median error 10.0%, worst 50.0%; 0 pairs" in capsys.readouterr().out
 
 
 def test_the_beds_vary_what_the_predictions_must_bear() -> None:

@@ -78,14 +78,27 @@ class PredictionReport:
         new = {(run.bed, run.name) for run in runs}
         self.runs = [run for run in self.runs if (run.bed, run.name) not in new] + list(runs)
 
+    def case_errors(self) -> list[float]:
+        """Of each case the median of its rounds' errors, with its sign: a machine that others use is slower while a round is
+        predicted than while it runs, or the other way about."""
+        rounds: dict[tuple[str, str], list[float]] = {}
+        for run in self.runs:
+            rounds.setdefault((run.bed, run.name), []).append(run.error)
+        return [statistics.median(errors) for errors in rounds.values()]
+
     @property
     def median_error(self) -> float:
-        """Of the errors' sizes."""
-        return statistics.median(abs(run.error) for run in self.runs)
+        """Of the sizes of the cases' errors."""
+        return statistics.median(map(abs, self.case_errors()))
 
     @property
     def worst_error(self) -> float:
-        """The largest error's size."""
+        """The size of the largest of the cases' errors."""
+        return max(map(abs, self.case_errors()))
+
+    @property
+    def worst_run_error(self) -> float:
+        """The size of the largest error of a single run."""
         return max(abs(run.error) for run in self.runs)
 
     def misordered(self) -> list[tuple[PredictedRun, PredictedRun]]:
@@ -134,7 +147,7 @@ class PredictionReport:
         for run in self.runs:
             table.add_row(
                 run.bed,
-                run.name if run.round == 1 else f"{run.name}, again",
+                run.name if run.round == 1 else f"{run.name}, round {run.round}",
                 run.model,
                 ", ".join(map(str, run.layers)),
                 f"{show_seconds(run.predicted_s)} s",
@@ -143,8 +156,10 @@ class PredictionReport:
             )
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
+        cases, runs = len(self.case_errors()), len(self.runs)
+        single = f" (the worst of {runs} single runs {self.worst_run_error:.1%})" if runs > cases else ""
         console.print(
-            f"{len(self.runs)} runs: median error {self.median_error:.1%}, worst {self.worst_error:.1%}; "
+            f"{cases} cases: median error {self.median_error:.1%}, worst {self.worst_error:.1%}{single}; "
             f"{len(self.misordered())} pairs of plans in the wrong order"
         )
 
@@ -155,6 +170,7 @@ class PredictionReport:
             **self.facts,
             "median_error": self.median_error,
             "worst_error": self.worst_error,
+            "worst_run_error": self.worst_run_error,
             "misordered": [[one.name, other.name] for one, other in self.misordered()],
             "runs": [{**dataclasses.asdict(run), "error": run.error} for run in self.runs],
         }
