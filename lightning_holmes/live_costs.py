@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_holmes.admission import step_arguments
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
-from lightning_holmes.pipeline.profile import profile_step
+from lightning_holmes.pipeline.profile import profile_step, time_in_turn
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_absent
@@ -87,11 +87,11 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     speeds: list[DeviceSpeed] = _everyone(request, speed)
     if request.rank != 0:
         return None
-    found = _profiled(request, structure, samples=2, mode="fake", operator_s=max(s.operator_s for s in speeds))
+    found = _profiled(request, structure, samples=(2,), mode="fake", operator_s=max(s.operator_s for s in speeds))
     if isinstance(found, str):
         return found
     return Costs(
-        model=found,
+        model=found[0],
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
         memory=tuple(s.memory_bytes for s in speeds),
         described=f"{how}; {_described(request, rates)}",
@@ -110,18 +110,9 @@ def _may_be_timed(request: PlanRequest) -> bool:
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
     """Every rank times all layers; the costs are rank 0's, the speeds of the others are relative to it."""
-    samples = _microbatch_samples(request)
-    sizes = (samples,) if request.options.num_microbatches != "auto" or samples == 1 else (samples // 2, samples)
-    found: list[ModelCost] = []
-    problem = None
-    for number in sizes:
-        cost = _profiled(
-            request, structure, samples=number, mode="measure", operator_s=0.0, seconds=_MEASURE_S / len(sizes)
-        )
-        if isinstance(cost, str):
-            problem = cost
-            break
-        found.append(alike_layers(cost))
+    timed = _profiled(request, structure, samples=_timed_sizes(request), mode="measure", operator_s=0.0)
+    problem = timed if isinstance(timed, str) else None
+    found = [] if isinstance(timed, str) else [alike_layers(cost) for cost in timed]
     update = time_update(request.device)
     mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
     everyone: list[Any] = _everyone(request, mine)
@@ -142,11 +133,14 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
     )
 
 
-def _microbatch_samples(request: PlanRequest) -> int:
-    batch_size, count = request.lesson.batch_size or 1, request.options.num_microbatches
-    if count == "auto":
-        count = 4 * request.layout.placement.pipeline_parallel_size
-    return -(-batch_size // min(count, batch_size))
+def _timed_sizes(request: PlanRequest) -> tuple[int, ...]:
+    """Samples of the microbatches that are timed: the run's; or, where their number is open, half and twice those of four
+    microbatches for each stage: far apart, for the sake of the line through them, and between what may be chosen."""
+    whole, count = request.lesson.batch_size or 1, request.options.num_microbatches
+    if count != "auto":
+        return (-(-whole // min(count, whole)),)
+    samples = -(-whole // min(4 * request.layout.placement.pipeline_parallel_size, whole))
+    return (max(1, samples // 2), 2 * samples) if 2 * samples <= whole else (samples,)
 
 
 def _with_fixed_seconds(small: ModelCost, large: ModelCost) -> ModelCost:
@@ -178,35 +172,45 @@ def _profiled(
     request: PlanRequest,
     structure: ModuleStructure,
     *,
-    samples: int,
+    samples: tuple[int, ...],
     mode: Literal["fake", "measure"],
     operator_s: float,
-    seconds: float = 0.0,
-) -> ModelCost | str:
-    """The costs of a microbatch of at most so many samples on this rank; or why they cannot be had."""
+) -> list[ModelCost] | str:
+    """The costs of microbatches of at most so many samples each on this rank; or why they cannot be had."""
     module, whole = request.module, request.lesson.batch_size or 1
-    parts = max(1, -(-whole // samples))
     own = getattr(module, "split_batch", None)
     try:
         with preserved_random_state(request.device), request.stand_ins() if mode == "fake" else nullcontext():
-            if callable(own) and parts > 1:
-                part = next(iter(own(request.batch, parts)))
-            else:
-                part = request.splitter.split(request.batch, parts)[0]
-            part = tree.map_tensors(torch.Tensor.clone, part)
-            arguments = (part, *([0] * (step_arguments(module, "training_step") - 1)))
-            return profile_step(
-                module,
-                arguments,
-                structure=structure,
-                mode=mode,
-                context=request.context,
-                microbatch_samples=-(-whole // parts),
-                operator_s=operator_s,
-                may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
-                seconds=seconds,
-                pipeline_parallel_size=request.layout.placement.pipeline_parallel_size,
-            )
+            given: dict[int, tuple[Any, ...]] = {}
+            for number in samples:
+                parts = max(1, -(-whole // number))
+                if callable(own) and parts > 1:
+                    part = next(iter(own(request.batch, parts)))
+                else:
+                    part = request.splitter.split(request.batch, parts)[0]
+                part = tree.map_tensors(torch.Tensor.clone, part)
+                given[-(-whole // parts)] = (part, *([0] * (step_arguments(module, "training_step") - 1)))
+            if mode == "measure":
+                return time_in_turn(
+                    module,
+                    given,
+                    structure=structure,
+                    context=request.context,
+                    seconds=_MEASURE_S,
+                    pipeline_parallel_size=request.layout.placement.pipeline_parallel_size,
+                )
+            return [
+                profile_step(
+                    module,
+                    arguments,
+                    structure=structure,
+                    context=request.context,
+                    microbatch_samples=number,
+                    operator_s=operator_s,
+                    may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
+                )
+                for number, arguments in given.items()
+            ]
     except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
         text = str(error).splitlines()[0] if str(error) else "no message"
         return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"

@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -35,6 +35,7 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, share_layer_memory, with_own_gradients
+from lightning_holmes.pipeline.step_recorder import NotTheLayersError, StepRecorder
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.torch_private import (
@@ -46,9 +47,10 @@ from lightning_holmes.torch_private import (
 )
 
 ProfileMode = Literal["fake", "measure"]
+_Seen = TypeVar("_Seen")
 _REPEATS = 5
 _MOST_REPEATS = 40
-_ENOUGH_S = 5.0  # of repeats; then two are enough
+_ENOUGH_S = 5.0  # of repeats for each size of microbatch; then two are enough
 _BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
 
 
@@ -97,43 +99,77 @@ def profile_step(
         ReadsValuesError: it runs neither on fake tensors nor, having no real weights or not being allowed to, for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
+    if mode == "measure":
+        return time_in_turn(
+            module,
+            {samples: arguments},
+            layers=layers,
+            structure=structure,
+            context=context,
+            seconds=seconds,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )[0]
+    seen = _with_layers(module, structure, layers, lambda name: _run(module, arguments, name, context, may_run))
+    return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]), operator_s)
+
+
+def time_in_turn(
+    module: LightningModule,
+    arguments: Mapping[int, tuple[Any, ...]],
+    *,
+    layers: str = "auto",
+    structure: ModuleStructure | None = None,
+    context: Callable[[], AbstractContextManager[Any]] | None = None,
+    seconds: float = 0.0,
+    pipeline_parallel_size: int = 1,
+) -> list[ModelCost]:
+    """profile_step(mode="measure") of microbatches of several sizes (their samples, to the step's arguments), in that order.
+
+    They are run in turn, so that a machine that is slower for a while is so for all, and what they cost beside each other is right.
+    """
+    if any(fake_mode_of(parameter) is not None for parameter in module.parameters()):
+        raise UnsupportedModuleError(
+            f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
+        )
+    several = list(arguments.values())
+    noted = _with_layers(
+        module,
+        structure,
+        layers,
+        lambda name: _measure(module, several, name, context or nullcontext, seconds, pipeline_parallel_size),
+    )
+    return [
+        _model_cost(module, seen, structure, samples, "measure", _tokens(given[0]), 0.0)
+        for seen, (samples, given) in zip(noted, arguments.items(), strict=True)
+    ]
+
+
+def _with_layers(
+    module: LightningModule, structure: ModuleStructure | None, layers: str, run: Callable[[str], _Seen]
+) -> _Seen:
+    """What ``run`` gives with the first list of layers that the step runs through in order."""
     candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
     reasons = []
     for candidate in candidates:
         try:
-            seen = _run(module, arguments, candidate.name, mode, context, may_run, seconds, pipeline_parallel_size)
-        except _NotTheLayers as reason:
+            return run(candidate.name)
+        except NotTheLayersError as reason:
             reasons.append(f"{candidate.name}: {reason}")
-            continue
-        return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]), operator_s)
     raise UnsupportedModuleError(
         f"{type(module).__name__}.training_step calls no list of layers once each and in order ({'; '.join(reasons)}); "
         "name another list by layers="
     )
 
 
-class _NotTheLayers(Exception):
-    """The chosen list is not what the step runs through."""
-
-
 def _run(
     module: LightningModule,
     arguments: tuple[Any, ...],
     layers: str,
-    mode: ProfileMode,
     context: Callable[[], AbstractContextManager[Any]] | None,
     may_run: bool,
-    seconds: float,
-    pipeline_parallel_size: int,
-) -> _Recorder:
+) -> StepRecorder:
     context = context or nullcontext
     has_values = all(fake_mode_of(parameter) is None for parameter in module.parameters())
-    if mode == "measure":
-        if not has_values:
-            raise UnsupportedModuleError(
-                f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
-            )
-        return _measure(module, arguments, layers, context, seconds, pipeline_parallel_size)
     fake = next((found for p in module.parameters() if (found := fake_mode_of(p)) is not None), None)
     fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -143,7 +179,7 @@ def _run(
             _make_fake(shadow, fake)
             given = tree.map_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
             return _count(shadow, given, layers, context)
-    except (_NotTheLayers, UnsupportedModuleError):
+    except (NotTheLayersError, UnsupportedModuleError):
         raise
     except Exception as error:
         if not has_values or not may_run:
@@ -160,11 +196,13 @@ def _run(
 
 def _count(
     shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
-) -> _Recorder:
+) -> StepRecorder:
     operators = _OperatorCounter()
     counting = FlopCounterMode(display=False, custom_mapping=attention_flop_formulas())
     with torch.compiler.set_stance("force_eager"), counting as counter, operators:  # see trace.py
-        recorder = _Recorder(shadow, layers, lambda: float(counter.get_total_flops()), lambda: float(operators.number))
+        recorder = StepRecorder(
+            shadow, layers, lambda: float(counter.get_total_flops()), lambda: float(operators.number)
+        )
         recorder.step(arguments, context)
     return recorder
 
@@ -183,12 +221,12 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _measure(
     module: LightningModule,
-    arguments: tuple[Any, ...],
+    several: Sequence[tuple[Any, ...]],
     layers: str,
     context: Callable[[], AbstractContextManager[Any]],
     seconds: float,
     pipeline_parallel_size: int,
-) -> _Recorder:
+) -> list[StepRecorder]:
     device = next(module.parameters()).device
 
     def wall_clock() -> float:
@@ -201,30 +239,42 @@ def _measure(
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
     # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
     shadow = with_own_gradients(shadow_copy(module))
-    noted = _Recorder(shadow, layers, clock)
-    share_layer_memory(shadow, layers, -(-len(noted.layer_list) // pipeline_parallel_size))
-    noted.step(tree.map_tensors(Tensor.clone, arguments), context)
-    recorders: list[_Recorder] = []
-    recorded: list[float] = []  # seconds of each by the recorders' clock, and by the wall clock
-    totals: list[float] = []
+    noted = [StepRecorder(shadow, layers, clock) for _ in several]
+    share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
+    for recorder, arguments in zip(noted, several, strict=True):
+        recorder.step(tree.map_tensors(Tensor.clone, arguments), context)
+    rounds: list[list[_Timed]] = []
     start = time.perf_counter()
     while True:
-        number, taken = len(recorders), time.perf_counter() - start
-        if (number >= _REPEATS and taken >= seconds) or (number >= 2 and taken >= _ENOUGH_S) or number >= _MOST_REPEATS:
+        number, taken = len(rounds), time.perf_counter() - start
+        enough = taken >= _ENOUGH_S * len(several) and number >= 2
+        if (number >= _REPEATS and taken >= seconds) or enough or number >= _MOST_REPEATS:
             break
-        recorder = _Recorder(shadow, layers, clock)
-        began = clock(), wall_clock()
-        recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
-        ended = clock(), wall_clock()
-        recorders.append(recorder)
-        recorded.append(math.fsum(recorder.forward) + math.fsum(recorder.backward))
-        totals.append(recorded[-1] * (ended[1] - began[1]) / (ended[0] - began[0]))
-    kept = undisturbed(totals)
-    scale = math.fsum(totals[i] for i in kept) / math.fsum(recorded[i] for i in kept)
-    for name in ("forward", "backward"):
-        columns = zip(*(getattr(recorders[i], name) for i in kept), strict=True)
-        setattr(noted, name, [scale * statistics.fmean(column) for column in columns])
+        rounds.append([])
+        for arguments in several:
+            recorder = StepRecorder(shadow, layers, clock)
+            began = clock(), wall_clock()
+            recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
+            ended = clock(), wall_clock()
+            recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
+            whole = recorded * (ended[1] - began[1]) / (ended[0] - began[0])
+            rounds[-1].append(_Timed(recorder.forward, recorder.backward, recorded, whole))
+    kept = undisturbed([math.fsum(timed.whole_s for timed in of_round) for of_round in rounds])
+    for index, recorder in enumerate(noted):
+        mine = [rounds[number][index] for number in kept]
+        scale = math.fsum(timed.whole_s for timed in mine) / math.fsum(timed.recorded_s for timed in mine)
+        recorder.forward = [scale * statistics.fmean(c) for c in zip(*(t.forward for t in mine), strict=True)]
+        recorder.backward = [scale * statistics.fmean(c) for c in zip(*(t.backward for t in mine), strict=True)]
     return noted
+
+
+class _Timed(NamedTuple):
+    """Seconds of one repeat: of each position and together by the recorder's clock, and together by the wall clock."""
+
+    forward: list[float]
+    backward: list[float]
+    recorded_s: float
+    whole_s: float
 
 
 def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
@@ -239,163 +289,9 @@ def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return tensor if fake_mode_of(tensor) is not None else mode.from_tensor(tensor)
 
 
-class _Recorder:
-    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end.
-
-    forward, backward, held: one entry for what is before the layers, each layer, and after them.
-    """
-
-    def __init__(
-        self,
-        shadow: LightningModule,
-        layers: str,
-        clock: Callable[[], float],
-        operators: Callable[[], float] | None = None,
-    ) -> None:
-        self.shadow, self.layers, self.clock = shadow, layers, clock
-        self.count_operators = operators or (lambda: 0.0)
-        self.layer_list = list(shadow.get_submodule(layers).children())
-        size = len(self.layer_list)
-        self.forward = [0.0] * (size + 2)
-        self.backward = [0.0] * (size + 2)
-        self.held = [0.0] * (size + 2)
-        self.operators = [0.0] * (size + 2)  # of the forward
-        self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
-        self.crossing_elements = 0
-        self.called: list[int] = []
-        self.called_at: dict[str, set[int]] = {}
-        self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
-        self.storages: dict[int, tuple[Any, int | None]] = {}
-        self.reached: dict[int, float] = {}  # backward reached the output of position: the clock then
-        self.last = 0.0
-        self.last_operators = 0.0
-
-    def step(
-        self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
-    ) -> None:
-        """Run it, forward and backward; ``bare``: with nothing but the layers' ends noted, for the sake of a clock."""
-        shadow = self.shadow
-        # the copy's alone: nothing is logged from a profile
-        for name in ("log", "log_dict"):
-            object.__setattr__(shadow, name, lambda *args, **kwargs: None)
-        shadow.train()
-        places: dict[int, list[int]] = {}
-        for index, layer in enumerate(self.layer_list):
-            places.setdefault(id(layer), []).append(index)
-        gated = [(layer, vars(layer).get("forward")) for layer in {id(x): x for x in self.layer_list}.values()]
-        for layer, _ in gated:
-            layer.forward = self._gate(places[id(layer)], layer.forward)
-        named = [] if bare else [(name, submodule) for name, submodule in shadow.named_modules() if name]
-        handles = [submodule.register_forward_pre_hook(self._note(name)) for name, submodule in named]
-        for parameter in shadow.parameters():
-            self._own(parameter, None)
-        try:
-            with torch.enable_grad(), ExitStack() as stack:
-                if not bare:
-                    keep = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor)
-                    stack.enter_context(keep)
-                stack.enter_context(context())
-                self.last = self.clock()
-                output = shadow.training_step(*arguments)
-                self._mark()
-            if self.called != list(range(len(self.layer_list))):
-                raise _NotTheLayers(f"called in the order {self.called[:8]}")
-            self._run_backward(output)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer, own in gated:
-                if own is None:
-                    del layer.forward
-                else:
-                    layer.forward = own
-
-    def _run_backward(self, output: Any) -> None:
-        loss = output["loss"] if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise UnsupportedModuleError(
-                f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
-            )
-        began = self.clock()
-        loss.sum().backward()  # type: ignore[no-untyped-call]
-        end = self.clock()
-        for position in range(len(self.layer_list) + 1, -1, -1):
-            # where no gradient came by, all that was left ran here: nothing before it trains
-            reached = self.reached.get(position - 1, end)
-            self.backward[position] = reached - began
-            if position - 1 not in self.reached:
-                break
-            began = reached
-
-    def _mark(self) -> None:
-        now, operators = self.clock(), self.count_operators()
-        self.forward[self.position] += now - self.last
-        self.operators[self.position] += operators - self.last_operators
-        self.last, self.last_operators = now, operators
-
-    def _note(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self.called_at.setdefault(name, set()).add(self.position)
-
-        return hook
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        self._own(tensor, self.position)
-        return tensor
-
-    def _own(self, tensor: Tensor, position: int | None, *, move: bool = False) -> None:
-        """Count a tensor's memory once, as held by this position or (None) by nobody."""
-        storage = tensor.untyped_storage()
-        owner = self.storages.get(id(storage))
-        if owner is not None and not move:
-            return
-        if owner is not None and owner[1] is not None:
-            self.held[owner[1]] -= storage.nbytes()
-        self.storages[id(storage)] = (storage, position)  # kept: an id is of a living object
-        if position is not None:
-            self.held[position] += storage.nbytes()
-
-    def _gate(self, places: Sequence[int], forward: Callable[..., Any]) -> Callable[..., Any]:
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            expected = len(self.called)
-            if expected not in places:
-                raise _NotTheLayers(f"layer {places[0]} is called where layer {expected} would follow")
-            self._mark()
-            for tensor in tree.tensors_of((args, kwargs)):
-                # masks and rotary angles are shared by all layers; the hidden state is held by who receives it
-                self._own(tensor, expected + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
-            self.called.append(expected)
-            if expected == 0:
-                self.crossing[0] = self._reach(0, (args, kwargs))
-                self._mark()
-            self.position = expected + 1
-            output = forward(*args, **kwargs)
-            self._mark()
-            self.crossing[expected + 1] = self._reach(expected + 1, output)
-            if expected == len(self.layer_list) - 1:
-                self.position = len(self.layer_list) + 1
-            self.last = self.clock()
-            return output
-
-        return gate
-
-    def _reach(self, position: int, value: Any) -> float:
-        """Take down when backward reaches these tensors; their bytes, of those that need a gradient or all."""
-        tensors = tree.tensors_of(value)
-        wanting = [tensor for tensor in tensors if tensor.requires_grad]
-        for tensor in wanting:
-
-            def reached(gradient: Tensor) -> None:
-                self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
-
-            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
-        self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))
-        return float(sum(tensor.numel() * tensor.element_size() for tensor in (wanting or tensors)))
-
-
 def _model_cost(
     module: LightningModule,
-    seen: _Recorder,
+    seen: StepRecorder,
     structure: ModuleStructure | None,
     samples: int,
     mode: ProfileMode,
@@ -451,7 +347,7 @@ def _model_cost(
     )
 
 
-def _positions(module: nn.Module, name: str, seen: _Recorder, structure: ModuleStructure | None) -> set[int]:
+def _positions(module: nn.Module, name: str, seen: StepRecorder, structure: ModuleStructure | None) -> set[int]:
     """Where a parameter is used: 0 before the layers, i + 1 in layer i, the last number after them."""
     size = len(seen.layer_list)
     if structure is not None and structure.readers.get(name):

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
-from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.pipeline.profile import build_fake, profile_step, time_in_turn
 from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import shadow_copy, share_layer_memory, with_own_gradients
 from lightning_holmes.pipeline.trace import trace_step
@@ -144,6 +144,21 @@ def test_measured_seconds_are_those_of_the_parts() -> None:
     # the sum of the parts, each at its quickest, is a step; the machine may be busy with other things
     assert 0.3 * min(times) < cost.forward + cost.backward < 1.7 * max(times)
     assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
+
+
+def test_microbatches_of_two_sizes_are_timed_in_turn() -> None:
+    seen: list[int] = []
+
+    class Seen(Stack):
+        def training_step(self, batch, batch_idx):
+            seen.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    small, large = time_in_turn(Seen(), {2: (torch.randn(2, 3), 0), 500: (torch.randn(500, 3), 0)})
+    assert len(seen) >= 12 and seen == [2, 500] * (len(seen) // 2), "what is slow for a while is so for both"
+    assert (small.microbatch_samples, large.microbatch_samples) == (2, 500) and small.unit == large.unit == "seconds"
+    assert large.layers[0].held_bytes > 100 * small.layers[0].held_bytes > 0
+    assert all(layer.forward > 0 < layer.backward for cost in (small, large) for layer in cost.layers)
 
 
 def test_layers_are_timed_in_the_memory_of_one_stage() -> None:

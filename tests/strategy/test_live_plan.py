@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from live_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, numbers, samples
 
 from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
-from lightning_holmes.live_costs import alike_layers, alike_speeds
+from lightning_holmes.live_costs import _timed_sizes, alike_layers, alike_speeds
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan import Plan
 
@@ -161,6 +162,29 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "classifier")
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_microbatches", "sizes"),
+    [
+        (16, "auto", (1, 4)),
+        (64, "auto", (4, 16)),
+        (16, 4, (4,)),
+        (3, "auto", (1, 2)),
+        (1, "auto", (1,)),
+        (9, 2, (5,)),
+        (2, 8, (1,)),
+    ],
+)
+def test_microbatches_of_two_sizes_are_timed_where_their_number_is_open(
+    batch_size: int, num_microbatches: int | str, sizes: tuple[int, ...]
+) -> None:
+    request = SimpleNamespace(
+        lesson=SimpleNamespace(batch_size=batch_size),
+        options=SimpleNamespace(num_microbatches=num_microbatches),
+        layout=SimpleNamespace(placement=SimpleNamespace(pipeline_parallel_size=2)),
+    )
+    assert _timed_sizes(request) == sizes  # type: ignore[arg-type]
 
 
 def test_layers_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:

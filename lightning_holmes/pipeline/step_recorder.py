@@ -1,0 +1,177 @@
+"""StepRecorder: one training step of a copy, with a clock read (or FLOPs counted) where each layer begins and ends.
+
+recorder = StepRecorder(shadow_copy(module), "layers", time.perf_counter)
+recorder.step(arguments, nullcontext)
+recorder.forward[1]                          # seconds of the first layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import tree
+
+
+class NotTheLayersError(Exception):
+    """The chosen list is not what the step runs through."""
+
+
+class StepRecorder:
+    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end.
+
+    forward, backward, held: one entry for what is before the layers, each layer, and after them.
+    """
+
+    def __init__(
+        self,
+        shadow: LightningModule,
+        layers: str,
+        clock: Callable[[], float],
+        operators: Callable[[], float] | None = None,
+    ) -> None:
+        self.shadow, self.layers, self.clock = shadow, layers, clock
+        self.count_operators = operators or (lambda: 0.0)
+        self.layer_list = list(shadow.get_submodule(layers).children())
+        size = len(self.layer_list)
+        self.forward = [0.0] * (size + 2)
+        self.backward = [0.0] * (size + 2)
+        self.held = [0.0] * (size + 2)
+        self.operators = [0.0] * (size + 2)  # of the forward
+        self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
+        self.crossing_elements = 0
+        self.called: list[int] = []
+        self.called_at: dict[str, set[int]] = {}
+        self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
+        self.storages: dict[int, tuple[Any, int | None]] = {}
+        self.reached: dict[int, float] = {}  # backward reached the output of position: the clock then
+        self.last = 0.0
+        self.last_operators = 0.0
+
+    def step(
+        self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
+    ) -> None:
+        """Run it, forward and backward; ``bare``: with nothing but the layers' ends noted, for the sake of a clock."""
+        shadow = self.shadow
+        # the copy's alone: nothing is logged from a profile
+        for name in ("log", "log_dict"):
+            object.__setattr__(shadow, name, lambda *args, **kwargs: None)
+        shadow.train()
+        places: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layer_list):
+            places.setdefault(id(layer), []).append(index)
+        gated = [(layer, vars(layer).get("forward")) for layer in {id(x): x for x in self.layer_list}.values()]
+        for layer, _ in gated:
+            layer.forward = self._gate(places[id(layer)], layer.forward)
+        named = [] if bare else [(name, submodule) for name, submodule in shadow.named_modules() if name]
+        handles = [submodule.register_forward_pre_hook(self._note(name)) for name, submodule in named]
+        for parameter in shadow.parameters():
+            self._own(parameter, None)
+        try:
+            with torch.enable_grad(), ExitStack() as stack:
+                if not bare:
+                    keep = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor)
+                    stack.enter_context(keep)
+                stack.enter_context(context())
+                self.last = self.clock()
+                output = shadow.training_step(*arguments)
+                self._mark()
+            if self.called != list(range(len(self.layer_list))):
+                raise NotTheLayersError(f"called in the order {self.called[:8]}")
+            self._run_backward(output)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer, own in gated:
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
+
+    def _run_backward(self, output: Any) -> None:
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise UnsupportedModuleError(
+                f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
+            )
+        began = self.clock()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        end = self.clock()
+        for position in range(len(self.layer_list) + 1, -1, -1):
+            # where no gradient came by, all that was left ran here: nothing before it trains
+            reached = self.reached.get(position - 1, end)
+            self.backward[position] = reached - began
+            if position - 1 not in self.reached:
+                break
+            began = reached
+
+    def _mark(self) -> None:
+        now, operators = self.clock(), self.count_operators()
+        self.forward[self.position] += now - self.last
+        self.operators[self.position] += operators - self.last_operators
+        self.last, self.last_operators = now, operators
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.called_at.setdefault(name, set()).add(self.position)
+
+        return hook
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self._own(tensor, self.position)
+        return tensor
+
+    def _own(self, tensor: Tensor, position: int | None, *, move: bool = False) -> None:
+        """Count a tensor's memory once, as held by this position or (None) by nobody."""
+        storage = tensor.untyped_storage()
+        owner = self.storages.get(id(storage))
+        if owner is not None and not move:
+            return
+        if owner is not None and owner[1] is not None:
+            self.held[owner[1]] -= storage.nbytes()
+        self.storages[id(storage)] = (storage, position)  # kept: an id is of a living object
+        if position is not None:
+            self.held[position] += storage.nbytes()
+
+    def _gate(self, places: Sequence[int], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            expected = len(self.called)
+            if expected not in places:
+                raise NotTheLayersError(f"layer {places[0]} is called where layer {expected} would follow")
+            self._mark()
+            for tensor in tree.tensors_of((args, kwargs)):
+                # masks and rotary angles are shared by all layers; the hidden state is held by who receives it
+                self._own(tensor, expected + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
+            self.called.append(expected)
+            if expected == 0:
+                self.crossing[0] = self._reach(0, (args, kwargs))
+                self._mark()
+            self.position = expected + 1
+            output = forward(*args, **kwargs)
+            self._mark()
+            self.crossing[expected + 1] = self._reach(expected + 1, output)
+            if expected == len(self.layer_list) - 1:
+                self.position = len(self.layer_list) + 1
+            self.last = self.clock()
+            return output
+
+        return gate
+
+    def _reach(self, position: int, value: Any) -> float:
+        """Take down when backward reaches these tensors; their bytes, of those that need a gradient or all."""
+        tensors = tree.tensors_of(value)
+        wanting = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in wanting:
+
+            def reached(gradient: Tensor) -> None:
+                self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
+
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))
+        return float(sum(tensor.numel() * tensor.element_size() for tensor in (wanting or tensors)))
