@@ -1,6 +1,6 @@
 """Costs of a module on the hosts of a job: what its layers cost, and how fast each rank works; found by all ranks together.
 
-Costs come from a profile of one small microbatch (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
+Costs come from a profile of one or two microbatches (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
 the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
 (``profile="measure"``, and ``"auto"`` on several hosts without GPUs).
 """

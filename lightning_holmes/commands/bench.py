@@ -145,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds that a contender, or ten runs of a bed, may take"
     )
-    parser.add_argument("--output", default="runs/bench", help="folder for bench.json and bench.png")
+    parser.add_argument("--output", default="runs/bench", help="folder for bench.json, bench.png and timelines")
     parser.add_argument(
         "--timeline",
         action="store_true",

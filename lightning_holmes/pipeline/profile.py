@@ -243,6 +243,7 @@ def _measure(
     share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
     for recorder, arguments in zip(noted, several, strict=True):
         recorder.step(tree.map_tensors(Tensor.clone, arguments), context)
+        recorder.storages.clear()  # what is held has been added up: the timed rounds need the memory
     rounds: list[list[_Timed]] = []
     start = time.perf_counter()
     while True:

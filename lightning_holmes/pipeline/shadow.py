@@ -105,7 +105,11 @@ def share_layer_memory(shadow: LightningModule, layers: str, number: int) -> Non
     What a rank with so many layers reads and writes is then all that a step of the whole copy does, and a clock finds in the
     processor's caches what a run does. Parameters that are tied, or have no like in the other layer, stay.
     """
-    uses = Counter(id(p) for module in shadow.modules() for p in module.parameters(recurse=False))
+    uses = Counter(
+        id(parameter)
+        for _, module in shadow.named_modules(remove_duplicate=False)
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     children = list(shadow.get_submodule(layers).children())
     for index, layer in enumerate(children[number:]):
         others = dict(children[index % number].named_parameters())

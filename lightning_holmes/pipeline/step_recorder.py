@@ -1,6 +1,6 @@
 """StepRecorder: one training step of a copy, with a clock read (or FLOPs counted) where each layer begins and ends.
 
-recorder = StepRecorder(shadow_copy(module), "layers", time.perf_counter)
+recorder = StepRecorder(with_own_gradients(shadow_copy(module)), "layers", time.perf_counter)
 recorder.step(arguments, nullcontext)
 recorder.forward[1]                          # seconds of the first layer
 """
@@ -25,6 +25,8 @@ class NotTheLayersError(Exception):
 
 class StepRecorder:
     """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end.
+
+    The copy has parameters of its own (with_own_gradients, or fake ones): the backward leaves gradients on them.
 
     forward, backward, held: one entry for what is before the layers, each layer, and after them.
     """
