@@ -8,11 +8,11 @@ Importing this package registers the strategy::
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_holmes.check_report import CheckReport
+from lightning_holmes.checking.report import CheckReport
+from lightning_holmes.checking.simulated_pipeline import check
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError, UnsupportedModuleError
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.rehearsal import check
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.version import __version__
 

@@ -106,7 +106,7 @@ class HolmesTrainer(Trainer):
             profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
             tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
-            sharded_optimizer: Whether optimizer states are divided over replicas; by default as the strategy's argument says.
+            sharded_optimizer: Whether optimizer states are sharded over replicas; by default as the strategy's argument says.
             plot: A .png or .svg file for the timeline of the best plan's step.
             html: A file for one page with everything.
             output: A plan file of the best plan, for HolmesStrategy(plan=...).

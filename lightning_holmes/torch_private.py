@@ -38,7 +38,7 @@ __all__ = [
     "noticing_checkpoints",
     "operator_name",
     "set_local_tensor",
-    "shared_out_locally",
+    "sharded_locally",
     "tensor_version",
     "without_modes",
     "without_torch_functions",
@@ -171,8 +171,8 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 
 
 @contextmanager
-def shared_out_locally(chosen: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside, each rank takes its own part of a ``chosen`` tensor that is shared out over a mesh, and nothing is sent, as
+def sharded_locally(chosen: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, each rank takes its own part of a ``chosen`` tensor that is sharded over a mesh, and nothing is sent, as
     with ``src_data_rank=None``; parallelize_module and distribute_tensor send rank 0's parts by default."""
     from torch.distributed.tensor import placement_types as types
 
@@ -282,7 +282,7 @@ def is_broken_graph(error: BaseException) -> bool:
 
 
 def has_accumulation_hook(parameter: Tensor) -> bool:
-    """Whether somebody is called behind each accumulation of a parameter's gradient."""
+    """Whether somebody is called after each accumulation of a parameter's gradient."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 

@@ -170,7 +170,7 @@ def _nursery() -> Nursery:
 
 def forked_python() -> list[str]:
     """What stands for ``python`` in a command on a host of a testbed: the process is forked by the nursery, and has
-    the imports behind it. Behind it stand a script, or -m and a module, and arguments."""
+    the imports after it. After it stand a script, or -m and a module, and arguments."""
     return _nursery().python
 
 

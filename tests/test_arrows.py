@@ -18,36 +18,7 @@ BASE = {"errors", "version", "torch_private"}
 COMM = BASE | {"cluster", "plan", "comm"}
 BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
-BESIDE_STRATEGY = {
-    "strategy",
-    "checkpointing",
-    "rehearsal",
-    "check_report",
-    "callbacks",
-    "loggers",
-    "admission",
-    "agreement",
-    "averaging",
-    "building",
-    "grad_norm",
-    "gradient_options",
-    "gradients",
-    "learning",
-    "live_costs",
-    "live_plan",
-    "collectives",
-    "job_layout",
-    "joining",
-    "monitoring",
-    "parameter_groups",
-    "plan_request",
-    "planning",
-    "replica_metrics",
-    "signals",
-    "sharding",
-    "split_trial",
-    "stepping",
-}
+BESIDE_STRATEGY = {"strategy", "callbacks", "loggers", "checking"}
 
 # What each part may import besides itself. The package's own __init__ is called "".
 ALLOWED: dict[str, set[str]] = {

@@ -1,11 +1,11 @@
 """What a run leaves on disk and starts again from: state by global parameter names, whatever the layout.
 
 One plain Lightning file (plain.py), or a folder that every rank writes its part of (saving.py, folder.py).
-CheckpointKeeper is what the strategy asks.
+CheckpointManager is what the strategy asks.
 """
 
-from lightning_holmes.checkpoint.keeper import CheckpointKeeper, Job, is_local
 from lightning_holmes.checkpoint.loading import read_state_dict
+from lightning_holmes.checkpoint.manager import CheckpointManager, Job, is_local
 from lightning_holmes.checkpoint.parts import module_part, optimizer_part
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
@@ -18,7 +18,7 @@ from lightning_holmes.checkpoint.plain import (
 from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state, load_whole_state
 
 __all__ = [
-    "CheckpointKeeper",
+    "CheckpointManager",
     "Job",
     "fill_whole_module",
     "is_local",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.pipeline.stage import PipelineModule
 
 Value = tuple[str, ...]
@@ -118,8 +118,8 @@ def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Val
     """
     found: dict[Value, Any] = {}
     for name, value in ours.items():
-        if sharded.is_sharded(value):  # one collective for each name, in the same order on all ranks
-            value = sharded.whole(value.detach())
+        if dtensor.is_dtensor(value):  # one collective for each name, in the same order on all ranks
+            value = dtensor.whole(value.detach())
             value = value.cpu() if name in mine else None
         if name in mine:
             found[name] = value
@@ -137,7 +137,7 @@ def same_memory(name: Value, value: Any) -> Any:
         return value.place
     if not isinstance(value, Tensor):
         return name
-    value = sharded.local_part(value)
+    value = dtensor.local_part(value)
     if value.numel() == 0:
         return name
     return value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype

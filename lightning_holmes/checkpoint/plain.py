@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.parts import local_states
-from lightning_holmes.comm import sharded
-from lightning_holmes.comm.edges import Edges
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.pipeline import tree
@@ -23,23 +23,21 @@ from lightning_holmes.pipeline.stage import PipelineModule
 TOPIC_GATHER = 6
 
 
-def gather_parts(edges: Edges | None, part: Mapping[Any, Any], *, root: int) -> dict[Any, Any]:
+def gather_parts(p2p: P2P | None, part: Mapping[Any, Any], *, root: int) -> dict[Any, Any]:
     """The union of the parts of all ranks of a pipeline on its rank ``root``; {} on the others, which must call too."""
-    if edges is None:
+    if p2p is None:
         return dict(part)
-    if edges.rank != root:
-        edges.send_message(root, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
-        edges.finish()
+    if p2p.rank != root:
+        p2p.send_message(root, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
+        p2p.finish()
         return {}
     whole = dict(part)
-    for rank in (r for r in range(edges.size) if r != root):
-        whole.update(edges.receive_message(rank, TOPIC_GATHER))
+    for rank in (r for r in range(p2p.size) if r != root):
+        whole.update(p2p.receive_message(rank, TOPIC_GATHER))
     return whole
 
 
-def module_state_dict(
-    pipeline: PipelineModule, edges: Edges | None, *, root: int, keeps: bool = True
-) -> dict[str, Any]:
+def module_state_dict(pipeline: PipelineModule, p2p: P2P | None, *, root: int, keeps: bool = True) -> dict[str, Any]:
     """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere.
 
     All ranks of the replica must call: those of a tensor group make its tensors whole together, and one of them
@@ -57,7 +55,7 @@ def module_state_dict(
                 local[key] = found
     if not keeps:
         return {}
-    whole = gather_parts(edges, local, root=root)
+    whole = gather_parts(p2p, local, root=root)
     return {key: whole[key] for key in order if key in whole}
 
 
@@ -99,7 +97,7 @@ def optimizer_state_dict(
     optimizer: Optimizer,
     groups: Sequence[Sequence[str]],
     pipeline: PipelineModule,
-    edges: Edges | None,
+    p2p: P2P | None,
     *,
     root: int,
     keeps: bool = True,
@@ -115,7 +113,7 @@ def optimizer_state_dict(
             local[name] = found
     if not keeps:
         return {}
-    whole = gather_parts(edges, local, root=root)
+    whole = gather_parts(p2p, local, root=root)
     state: dict[int, Any] = {}
     described = []
     number = 0
@@ -217,27 +215,27 @@ def fill_whole_module(
         for name, parameter in module.named_parameters():
             source = owner_rank[pipeline.owner_stage(name)]
             held = rank == source or name in pipeline.local_parameters
-            part = sharded.local_part(parameter).detach()
+            part = dtensor.local_part(parameter).detach()
             data = part.contiguous() if held else torch.empty(part.shape, dtype=part.dtype, device=part.device)
             dist.broadcast(data, source, group=group)
             if rank != source:
-                sharded.replace_local(parameter, data)
+                dtensor.replace_local(parameter, data)
         for name, buffer in module.named_buffers():
-            part = sharded.local_part(buffer)
+            part = dtensor.local_part(buffer)
             data = part.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(data, owner_rank[pipeline.owner_stage(name)], group=group)
             if not torch.equal(data, part):
-                sharded.replace_local(buffer, data)
+                dtensor.replace_local(buffer, data)
 
 
 def whole_on_host(tensor: Tensor) -> Tensor:
     """A tensor outside of autograd; of a sharded one all of it, on the host. Its tensor group must call."""
-    found = sharded.whole(tensor.detach())
-    return found.cpu() if sharded.is_sharded(tensor) else found
+    found = dtensor.whole(tensor.detach())
+    return found.cpu() if dtensor.is_dtensor(tensor) else found
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
     """A saved entry of an optimizer's state for ``parameter``: this rank's part, if that is what the optimizer holds."""
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
-        return sharded.share_of(value, parameter)
+        return dtensor.share_of(value, parameter)
     return value

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
 from lightning_holmes.checkpoint.plain import load_optimizer_state_dict, load_states, states_by_name
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline import tree
@@ -42,7 +42,7 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
     part = saved.read_many(wanted) if isinstance(saved, FolderStateDict) else {key: saved[key] for key in wanted}
     for key, value in part.items():
         if key in expected and isinstance(value, Tensor) and value.shape == expected[key].shape:
-            part[key] = sharded.share_of(value, expected[key])
+            part[key] = dtensor.share_of(value, expected[key])
     missing, unexpected = _load(module, part)
     missing = [key for key in missing if key not in elsewhere]
     if strict and (missing or unexpected):

@@ -103,7 +103,7 @@ def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | 
 
 
 def _write_checksums(file: Any, path: Path, records: dict[str, StorageRecord], checksums: dict[str, int]) -> None:
-    """Put the checksums of filled records where zip readers look for them: behind the data and in the directory."""
+    """Put the checksums of filled records where zip readers look for them: after the data and in the directory."""
     with zipfile.ZipFile(path) as archive:
         position = archive.start_dir
         count = len(archive.infolist())
@@ -115,9 +115,9 @@ def _write_checksums(file: Any, path: Path, records: dict[str, StorageRecord], c
             crc = struct.pack("<I", checksums[name])
             file.seek(position + 16)
             file.write(crc)
-            behind = records[name].offset + records[name].num_bytes
-            file.seek(behind)
+            after = records[name].offset + records[name].num_bytes
+            file.seek(after)
             if file.read(4) == _DESCRIPTOR:
-                file.seek(behind + 4)
+                file.seek(after + 4)
                 file.write(crc)
         position += _CENTRAL_HEADER.size + header[10] + header[11] + header[12]

@@ -56,7 +56,7 @@ class Host:
     """A machine: how many devices (processes) it has, and its network cards.
 
     nics: the Ethernet card that reaches the master, or the default route, stands before other Ethernet cards.
-    ranks: the global ranks that the launcher put here; None where they are dealt out in the order of the file.
+    ranks: the global ranks that the launcher put here; None where they are assigned in the order of the file.
     """
 
     name: str

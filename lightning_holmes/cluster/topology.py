@@ -23,7 +23,7 @@ A topology file:
 
 kind and transport are infiniband, roce or ethernet. A bandwidth has a unit (bit/s, B/s, with k, M, G, T, or
 Ki, Mi, Gi, Ti before B/s) or is a bare number of bytes per second. A latency has a unit (s, ms, us, ns) or is
-a bare number of seconds. A NIC without a bandwidth is one whose speed is not known. Global ranks are dealt
+a bare number of seconds. A NIC without a bandwidth is one whose speed is not known. Global ranks are assigned
 out in the order of the file: the first host of the first cluster has the first ranks.
 
 What discovery writes has more keys, all optional in a file: ranks of a host; interface, addresses, up, fabric
@@ -121,7 +121,7 @@ class Topology:
         return sum(cluster.num_devices for cluster in self.clusters)
 
     def cluster_of_rank(self, rank: int) -> Cluster:
-        """The cluster of a global rank: where the launcher put it, else dealt out in the order of the file."""
+        """The cluster of a global rank: where the launcher put it, else assigned in the order of the file."""
         return self._place(rank)[0]
 
     def host_of_rank(self, rank: int) -> Host:
@@ -139,11 +139,11 @@ class Topology:
 
     def places(self) -> list[tuple[Cluster, Host]]:
         """Cluster and host of every rank, by rank: for those who need them all."""
-        dealt = [(cluster, host) for cluster in self.clusters for host in cluster.hosts for _ in range(host.devices)]
+        places = [(cluster, host) for cluster in self.clusters for host in cluster.hosts for _ in range(host.devices)]
         ranks = [rank for host in self.hosts for rank in host.ranks or ()]
         if not ranks:
-            return dealt
-        return [place for _, place in sorted(zip(ranks, dealt, strict=True), key=lambda pair: pair[0])]
+            return places
+        return [place for _, place in sorted(zip(ranks, places, strict=True), key=lambda pair: pair[0])]
 
     def _place(self, rank: int) -> tuple[Cluster, Host]:
         first = 0

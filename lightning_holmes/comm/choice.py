@@ -28,7 +28,7 @@ from lightning_holmes.comm.collectives import (
     SyncGroups,
 )
 from lightning_holmes.comm.compression import Compressor, PowerSGD
-from lightning_holmes.comm.lane import Lane
+from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.errors import ConfigurationError
 
 BUDGET_S = 1.5
@@ -93,7 +93,7 @@ def measure(
     candidates: Mapping[str, Collective],
     buffers: Sequence[Tensor],
     group: dist.ProcessGroup,
-    lane: Lane,
+    queue: CommQueue,
     *,
     shares: bool = False,
     budget_s: float = BUDGET_S,
@@ -102,7 +102,7 @@ def measure(
 
     shares: time what a divided optimizer needs, each member's share of the sum and the gathering of as much.
     Members agree on each time (the slowest counts), and so on all that follows from it. Nothing else may run in the
-    lane.
+    queue.
     """
     buffer = max(buffers[:4], key=lambda b: b.numel() * b.itemsize)
     size = dist.get_world_size(group)
@@ -117,9 +117,9 @@ def measure(
     def one_round(tensor: Tensor) -> tuple[list[float], float]:
         """Seconds of each candidate, and those spent until then."""
         for index, collective in enumerate(candidates.values()):
-            agreed[index] = time_sum(collective, tensor, lane, shares=shares)
+            agreed[index] = time_sum(collective, tensor, queue, shares=shares)
         agreed[-1] = time.perf_counter() - began
-        lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+        queue.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
         *taken, spent = agreed.tolist()
         return taken, spent
 
@@ -138,11 +138,11 @@ def measure(
     return Measured(seconds=dict(zip(candidates, taken, strict=True)), num_bytes=sample.numel() * sample.itemsize)
 
 
-def time_sum(collective: Collective, tensor: Tensor, lane: Lane, *, shares: bool = False) -> float:
+def time_sum(collective: Collective, tensor: Tensor, queue: CommQueue, *, shares: bool = False) -> float:
     """Seconds until ``tensor`` is summed (or its ``shares``, and gathered), by this member's clock. All members must call."""
     began = time.perf_counter()
     for work in (collective.scatter, collective.gather) if shares else (collective.sum,):
-        lane.start(functools.partial(work, tensor)).wait()
+        queue.start(functools.partial(work, tensor)).wait()
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - began

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.collectives import SyncGroups
-from lightning_holmes.comm.edges import DistributedEdges
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
 from lightning_holmes.comm.lost import is_lost
+from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -150,18 +150,18 @@ class ProcessGroups:
     """One rank's groups; None where a group would have one member. ``builder`` makes further ones.
 
     ``gradients``: over which gradients are summed while other things go over ``data_parallel``.
-    ``tensor_edges``: for messages between the ranks of a tensor group; no tensors go over them.
+    ``tensor_p2p``: for messages between the ranks of a tensor group; no tensors go over them.
     """
 
     pipeline_rank: int
     data_parallel_rank: int
     pipeline: dist.ProcessGroup | None
     data_parallel: dist.ProcessGroup | None
-    edges: DistributedEdges | None
+    p2p: DistributedP2P | None
     builder: GroupBuilder
     tensor_parallel_rank: int = 0
     tensor_parallel: dist.ProcessGroup | None = None
-    tensor_edges: DistributedEdges | None = None
+    tensor_p2p: DistributedP2P | None = None
     gradients: SyncGroups | None = None
 
 
@@ -216,10 +216,10 @@ def build_process_groups(
                 outgoing[destination] = made
             elif made is not None:
                 incoming[source] = made
-    edges = None
+    p2p = None
     if messages is not None:
         own = placement.pipeline_group(data_parallel_rank, tensor_parallel_rank)
-        edges = DistributedEdges(
+        p2p = DistributedP2P(
             own,
             pipeline_rank,
             outgoing=outgoing,
@@ -233,9 +233,9 @@ def build_process_groups(
             },
             describe=builder.describe,
         )
-    tensor_edges = None
+    tensor_p2p = None
     if tensor_messages is not None:
-        tensor_edges = DistributedEdges(
+        tensor_p2p = DistributedP2P(
             placement.tensor_parallel_group(pipeline_rank, data_parallel_rank),
             tensor_parallel_rank,
             outgoing={},
@@ -249,11 +249,11 @@ def build_process_groups(
         data_parallel_rank=data_parallel_rank,
         pipeline=pipeline,
         data_parallel=data_parallel,
-        edges=edges,
+        p2p=p2p,
         builder=builder,
         tensor_parallel_rank=tensor_parallel_rank,
         tensor_parallel=tensor_parallel,
-        tensor_edges=tensor_edges,
+        tensor_p2p=tensor_p2p,
         gradients=gradients,
     )
 
@@ -315,7 +315,7 @@ def join_shared(
     return joined
 
 
-def edge_pairs(pipeline_parallel_size: int, num_chunks: int, schedule: str = "1f1b") -> list[tuple[int, int]]:
+def p2p_pairs(pipeline_parallel_size: int, num_chunks: int, schedule: str = "1f1b") -> list[tuple[int, int]]:
     """The ordered pairs of pipeline ranks between which activations or gradients travel."""
     ranks = ranks_of_stages(schedule, pipeline_parallel_size=pipeline_parallel_size, num_chunks=num_chunks)
     pairs = set()

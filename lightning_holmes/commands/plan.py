@@ -18,11 +18,8 @@ import psutil
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_holmes.admission import step_arguments
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.live_costs import LARGEST_RUN, carried_byte_s, own_step_s, time_update
-from lightning_holmes.live_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
@@ -45,6 +42,9 @@ from lightning_holmes.plan.timeline_plot import save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
+from lightning_holmes.strategy.admission import step_arguments
+from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s, time_update
+from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 
 _PROBE_S = 0.03
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -219,7 +219,7 @@ def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
 
 
 def configured(model: LightningModule) -> LightningModule:
-    """The same module behind configure_model, which a trainer calls once whatever ``__init__`` has built.
+    """The same module after configure_model, which a trainer calls once whatever ``__init__`` has built.
 
     Raises:
         UnsupportedModuleError: configure_model needs the device mesh of a run.

@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     up = actions.add_parser("up", parents=[shared], help="build the testbed of a topology file")
     up.add_argument("file", help="a topology file")
     up.add_argument("--cpu-share", type=float, help="cores of each host, such as 0.45 (default: no limit)")
-    up.add_argument("--cpu-period", type=float, default=0.02, help="seconds in which a share is dealt out (0.02)")
+    up.add_argument("--cpu-period", type=float, default=0.02, help="seconds in which a share is assigned (0.02)")
     up.add_argument("--ethernet", metavar="RATE", help="rate of every Ethernet card, such as 100mbit")
     up.add_argument("--rdma", metavar="RATE", help="rate of every InfiniBand and RoCE card, such as 1gbit")
     up.set_defaults(action=_up)
@@ -129,7 +129,7 @@ def _rate_option(text: str | None, flag: str) -> float | None:
 
 def _run(options: argparse.Namespace) -> None:
     if not options.command:
-        raise ConfigurationError("no command to run; write it behind --: lightning-holmes testbed run -- COMMAND")
+        raise ConfigurationError("no command to run; write it after --: lightning-holmes testbed run -- COMMAND")
     bed = Testbed.attach(options.id)
     arguments: dict[str, Any] = {
         "hosts": options.host,

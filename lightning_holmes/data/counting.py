@@ -79,7 +79,7 @@ class CountingLoader(DataLoader[Any]):
         return {"epoch": getattr(self.sampler, "epoch", 0), SAMPLES_SEEN: self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Start passes of that epoch behind the samples that the saved run has seen; if that is all, the next begins."""
+        """Start passes of that epoch after the samples that the saved run has seen; if that is all, the next begins."""
         sampler = self.sampler
         if not isinstance(sampler, CountingSampler):  # Trainer(overfit_batches=...) has put another in its place
             return

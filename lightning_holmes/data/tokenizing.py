@@ -33,7 +33,7 @@ _LONGEST_LINE_BYTES = 1 << 22  # a longer line is cut inside
 
 
 class Tokenizer(Protocol):
-    """``end``: the token behind each document, None where the vocabulary has none; ``identity`` tells two tokenizers apart."""
+    """``end``: the token after each document, None where the vocabulary has none; ``identity`` tells two tokenizers apart."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -269,7 +269,7 @@ def _encode(job: TokenizeJob, pieces: Sequence[_Piece]) -> list[Any]:
 
 
 def _pieces(job: TokenizeJob, place: _Place) -> Iterator[_Piece]:
-    """The text behind ``place``."""
+    """The text after ``place``."""
     for number in range(place.file, len(job.files)):
         path = job.files[number]
         start = place.offset if number == place.file else 0

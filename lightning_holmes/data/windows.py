@@ -56,7 +56,7 @@ class WindowDataModule(LightningDataModule):
     """Training and validation windows of one token source.
 
     The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
-    every process. Training windows are shuffled by `seed` and the epoch, and dealt to the replicas; the loader's
+    every process. Training windows are shuffled by `seed` and the epoch, and assigned to the replicas; the loader's
     state counts samples, so that a checkpoint in mid-epoch is resumed there, with any number of replicas.
     `trainer.test` and `trainer.predict` read the validation windows, too.
     """

@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
+    """Attention and MLP, each after a norm and around a residual."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float, gradient_checkpointing: bool = False) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 
 
 def global_grad_norm(
@@ -28,9 +28,9 @@ def global_grad_norm(
     """
     first = tensor_group is None or dist.get_rank(tensor_group) == 0
     gradients = [
-        sharded.local_part(p.grad)
+        dtensor.local_part(p.grad)
         for p in parameters
-        if p.grad is not None and counts(p) and (first or sharded.is_split(p))
+        if p.grad is not None and counts(p) and (first or dtensor.is_split(p))
     ]
     return norm_over_groups(gradients, (pipeline_group, tensor_group), device)
 
@@ -51,7 +51,7 @@ def norm_over_groups(
 
 def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients of ``parameters``, which have the 2-norm ``norm``, to at most ``max_norm``, as torch does."""
-    if not any(map(sharded.is_sharded, parameters)):
+    if not any(map(dtensor.is_dtensor, parameters)):
         if parameters:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
@@ -77,4 +77,4 @@ def clip_parts_by_value(parts: Iterable[Tensor], max_value: float) -> None:
 
 
 def _gradient_parts(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [sharded.local_part(p.grad) for p in parameters if p.grad is not None]
+    return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]

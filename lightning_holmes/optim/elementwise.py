@@ -1,4 +1,4 @@
-"""How an optimizer can be divided among ranks: by elements, by whole parameters, or not at all.
+"""How an optimizer can be sharded over ranks: by elements, by whole parameters, or not at all.
 
 It is tested, not looked up: a twin of the user's optimizer (same class, same options) steps a small tensor whole, and
 other twins step parts of it, each on its own. Same numbers, then the parts may live on different ranks.
@@ -97,7 +97,7 @@ class _GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """A parameter and its state behind some steps."""
+    """A parameter and its state after some steps."""
 
     value: Tensor
     state: Mapping[str, Any]

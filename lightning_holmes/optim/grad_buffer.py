@@ -1,10 +1,10 @@
 """Where gradients gather: flat ``main_grad`` buckets of a rank, in the order in which its backward finishes them.
 
 Lightning erases ``p.grad`` between a training step and the backward that it thinks follows; here the
-backward is part of the step, so gradients live in buffers of our own until :meth:`GradBuffer.expose`.
+backward is part of the step, so gradients live in buffers of our own until :meth:`GradBuffer.assign_grads`.
 
 Parameters whose gradient has the buffer's type accumulate straight into views of it; others (bf16
-parameters, sharded ones) are added by a hook behind each accumulation. Of a parameter that is sharded
+parameters, sharded ones) are added by a hook after each accumulation. Of a parameter that is sharded
 over a tensor group a bucket has this rank's part; its gradients are laid out like the parameter before they
 enter. Beside the buckets there is one number for each parameter: whether anything reached it. It is summed
 with them, so that a parameter which no replica used keeps ``grad = None`` as in plain Lightning (AdamW would
@@ -16,7 +16,7 @@ decay it otherwise).
     buffer.end()
     for bucket in buffer.buckets:         # reduce bucket.buffer, (n,), n a multiple of 4
         ...
-    buffer.expose(last=True)              # p.grad
+    buffer.assign_grads(last=True)              # p.grad
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """DistributedDataParallel's (``bucket_cap_mb=25``, torch 2.13)."""
 NOTES = 2
-"""Spare numbers behind the flags, summed with them over the replicas: what ranks have to tell each other."""
+"""Spare numbers after the flags, summed with them over the replicas: what ranks have to tell each other."""
 NOTE_LATE, NOTE_DRIFT = range(NOTES)
 
 
@@ -43,7 +43,7 @@ class Bucket:
         buffer: 1-D; its length is a multiple of the data-parallel size. What no view covers is zero.
         views: by name, this rank's part of a gradient in the parameter's shape; in the memory of ``buffer``.
         starts: by name, where its view begins.
-        flags: (len(names),) fp32, in the order of ``names``: behind :meth:`GradBuffer.seal` and a sum over the
+        flags: (len(names),) fp32, in the order of ``names``: after :meth:`GradBuffer.seal` and a sum over the
             replicas, above zero where anything reached a parameter.
         apart: None, or what its parameters have in common that others have not (the stages that share them).
         launched: its reduction has begun, so ``buffer`` must be left alone.
@@ -96,7 +96,7 @@ class GradBuffer:
         self.generation = 0
         """Counts how often the buckets have been laid out anew."""
         self.on_arrival: Callable[[str], None] | None = None
-        """Called with a parameter's name behind each of its accumulations."""
+        """Called with a parameter's name after each of its accumulations."""
         self._apart = dict(apart or {})
         self._bucket_of: dict[str, Bucket] = {}
         self._kept: dict[str, Tensor] = {}
@@ -108,7 +108,7 @@ class GradBuffer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a window has begun that :meth:`expose` has not closed yet."""
+        """Whether a window has begun that :meth:`assign_grads` has not closed yet."""
         return self._open
 
     def begin(self) -> None:
@@ -173,11 +173,11 @@ class GradBuffer:
         return self.flags[-NOTES:]
 
     def reached(self) -> frozenset[str]:
-        """The parameters that have a gradient on some replica; behind :meth:`seal` and the reduction of the flags."""
+        """The parameters that have a gradient on some replica; after :meth:`seal` and the reduction of the flags."""
         names = [n for bucket in self.buckets for n in bucket.names]
         return frozenset(n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag)
 
-    def expose(self, *, last: bool, shown: bool = True) -> None:
+    def assign_grads(self, *, last: bool, shown: bool = True) -> None:
         """Make the gathered gradients ``p.grad``; ``last`` closes the window, after :meth:`seal` and reductions.
 
         Args:
@@ -195,7 +195,7 @@ class GradBuffer:
             if name in reached:
                 view = bucket.views[name]
                 gradient = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
-                parameter.grad = sharded.like(gradient, parameter)
+                parameter.grad = dtensor.like(gradient, parameter)
             else:
                 parameter.grad = None
         if last:
@@ -237,7 +237,7 @@ class GradBuffer:
         self._hooks.clear()
         self._trainable = trainable
         self.generation += 1
-        parts = self._deal(trainable)
+        parts = self._fill_buckets(trainable)
         device = self.parameters[trainable[0]].device if trainable else torch.device("cpu")
         self.flags = torch.zeros(len(trainable) + NOTES, device=device)
         self.buckets, self._bucket_of, first = [], {}, 0
@@ -253,7 +253,7 @@ class GradBuffer:
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
-    def _deal(self, trainable: Iterable[str]) -> list[list[str]]:
+    def _fill_buckets(self, trainable: Iterable[str]) -> list[list[str]]:
         """The names of each bucket, buckets in the order in which they become full; those set apart come last."""
         done: list[list[str]] = []
         filling: dict[Hashable, tuple[list[str], int]] = {}
@@ -263,10 +263,10 @@ class GradBuffer:
             kind = (
                 parameter.device,
                 parameter.dtype,
-                tuple(parameter.placements) if sharded.is_sharded(parameter) else (),
+                tuple(parameter.placements) if dtensor.is_dtensor(parameter) else (),
                 self._apart.get(name),
             )
-            size = sharded.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
+            size = dtensor.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
             names, total = filling.get(kind, ([], 0))
             full = self.bucket_bytes if self._apart.get(name) is None else DEFAULT_BUCKET_BYTES
             if not names or total + size > full:
@@ -284,7 +284,7 @@ class GradBuffer:
 
     def _make_bucket(self, names: list[str], flags: Tensor) -> Bucket:
         first = self.parameters[names[0]]
-        locals_ = {name: sharded.local_part(self.parameters[name]) for name in names}
+        locals_ = {name: dtensor.local_part(self.parameters[name]) for name in names}
         total = sum(local.numel() for local in locals_.values())
         padded = -(-total // self.data_parallel_size) * self.data_parallel_size
         buffer = torch.zeros(padded, dtype=self._dtype_of(first), device=first.device)
@@ -324,7 +324,7 @@ class GradBuffer:
         """Add a gradient to the bucket, or to what came too late for it."""
         self._touched.add(name)
         bucket = self._bucket_of[name]
-        part = sharded.gradient_part(gradient, self.parameters[name])
+        part = dtensor.gradient_part(gradient, self.parameters[name])
         target = bucket.views[name]
         if bucket.launched:
             target = self.late.setdefault(name, torch.zeros_like(target))
@@ -333,4 +333,4 @@ class GradBuffer:
 
 def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:
     """Whether autograd can add a parameter's gradients to its view by itself."""
-    return view.dtype == parameter.dtype and not sharded.is_sharded(parameter)
+    return view.dtype == parameter.dtype and not dtensor.is_dtensor(parameter)

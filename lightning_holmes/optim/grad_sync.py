@@ -1,9 +1,9 @@
 """Gradient synchronisation: sums a rank's gathered gradients with those of its replicas and of other stages.
 
-A bucket's reduction starts as soon as the last backward of a window has passed all of its parameters, and runs in a lane
+A bucket's reduction starts as soon as the last backward of a window has passed all of its parameters, and runs in a queue
 of its own while the rest of the backward goes on. Buckets are reduced in their order, the same on all replicas: one
 that is ready waits for those before it. What the stages of a pipeline share is summed over them first, and so comes last.
-Behind the buckets go the flags (which parameters were reached) with the notes of grad_buffer.py.
+After the buckets go the flags (which parameters were reached) with the notes of grad_buffer.py.
 
     sync.open(last=True)                # before the backwards of the last batch of a window
     sync.last_backward(stage)           # the runner tells
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.comm.collectives import Collective
-from lightning_holmes.comm.lane import Lane, Ticket
+from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.grad_buffer import NOTE_DRIFT, NOTE_LATE, Bucket, GradBuffer
 from lightning_holmes.plan.sync_choice import DriftWatch
 
@@ -36,9 +36,9 @@ class GradSync:
         buffer: the rank's gradients; loss weights already divide by the samples of all replicas, so sums
             are what is wanted.
         collective: what sums a bucket over the replicas; None if there is one replica. It may be exchanged between windows.
-        flags_group: the replicas, for the flags; None likewise. Nothing but what runs in ``lane`` goes over it.
-        lane: where collectives run.
-        replicas: a group of the replicas for what does not run in the lane; None if there is one.
+        flags_group: the replicas, for the flags; None likewise. Nothing but what runs in ``queue`` goes over it.
+        queue: where collectives run.
+        replicas: a group of the replicas for what does not run in the queue; None if there is one.
         shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the group. Buckets
             that are ``apart`` by such a set are summed over it.
         stages_of: of each parameter, the stages of this rank that read it; where it has no entry, ``stages``.
@@ -50,7 +50,7 @@ class GradSync:
         buffer: GradBuffer,
         collective: Collective | None,
         flags_group: dist.ProcessGroup | None,
-        lane: Lane,
+        queue: CommQueue,
         *,
         replicas: dist.ProcessGroup | None = None,
         shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
@@ -67,7 +67,7 @@ class GradSync:
         """Whether some replica has seen the times drift; alike on all of them once a window is finished."""
         self._buffer = buffer
         self._group = flags_group
-        self._lane = lane
+        self._queue = queue
         self._replicas = replicas
         self._shared = dict(shared_groups or {})
         self._stages_of = dict(stages_of or {})
@@ -78,14 +78,14 @@ class GradSync:
         self._unready: list[int] = []
         self._place: dict[str, int] = {}
         self._next = 0
-        self._tickets: list[tuple[Ticket, int]] = []
-        self._flags_ticket: Ticket | None = None
+        self._works: list[tuple[Work, int]] = []
+        self._flags_work: Work | None = None
         self._shared_works: list[dist.Work] = []
         self._has_drifted = False
         buffer.on_arrival = self.passed
 
     def open(self, *, last: bool) -> None:
-        """The backwards of a batch begin; ``last``: the last one of a window, behind which gradients are summed."""
+        """The backwards of a batch begin; ``last``: the last one of a window, after which gradients are summed."""
         self._live = last and self.overlaps and self.collective is not None
         self._next = 0
         if self._live:
@@ -130,8 +130,8 @@ class GradSync:
             return
         self._buffer.launch(bucket)
         size = bucket.buffer.numel() * bucket.buffer.itemsize
-        ticket = self._lane.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce")
-        self._tickets.append((ticket, size))
+        work = self._queue.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce")
+        self._works.append((work, size))
 
     def start_grad_sync(self) -> None:
         """Start the reductions that have not started; all ranks of the groups must call, once a window."""
@@ -157,8 +157,8 @@ class GradSync:
         buckets, group = self._buffer.buckets, self._group
         while self._next < len(buckets):
             self._launch(buckets[self._next])
-        if group is not None and self._flags_ticket is None:
-            self._flags_ticket = self._lane.start(lambda: dist.all_reduce(self._buffer.flags, group=group))
+        if group is not None and self._flags_work is None:
+            self._flags_work = self._queue.start(lambda: dist.all_reduce(self._buffer.flags, group=group))
 
     def finish_grad_sync(self) -> None:
         """Wait until the gradients are fully reduced."""
@@ -167,17 +167,17 @@ class GradSync:
         if self._shared_works:
             self._launch_rest()
             self._shared_works.clear()
-        for ticket, _ in self._tickets:
-            ticket.wait()
-        if self._flags_ticket is not None:
-            self._flags_ticket.wait()
-            self._flags_ticket = None
+        for reduction, _ in self._works:
+            reduction.wait()
+        if self._flags_work is not None:
+            self._flags_work.wait()
+            self._flags_work = None
             late, drifted = (bool(note) for note in self._buffer.notes.tolist())
             self.drifted = drifted
             if late:
                 self._sum_late()
         self._look_at_times()
-        self._tickets.clear()
+        self._works.clear()
 
     def _sum_late(self) -> None:
         """Add what came too late on any replica. All replicas are here, since all have the note."""
@@ -190,17 +190,17 @@ class GradSync:
                 if name in late:
                     start, gradient = bucket.starts[name], late[name].flatten()
                     extra[start : start + gradient.numel()] = gradient
-            self._lane.start(_Sum(self.collective, extra, shares=self.shares)).wait()
+            self._queue.start(_Sum(self.collective, extra, shares=self.shares)).wait()
             bucket.buffer.add_(extra)
         late.clear()
 
     def _look_at_times(self) -> None:
         """Note the best of this window's seconds a byte: a replica that was late spoils some buckets, seldom all."""
-        largest = max((size for _, size in self._tickets), default=0)
+        largest = max((size for _, size in self._works), default=0)
         rates = [
             seconds / size
-            for ticket, size in self._tickets
-            if 2 * size >= largest > 0 and (seconds := ticket.seconds()) is not None
+            for work, size in self._works
+            if 2 * size >= largest > 0 and (seconds := work.seconds()) is not None
         ]
         if rates:
             self._has_drifted = self.watch.note(min(rates))

@@ -4,7 +4,7 @@ The scaler is the user's, ``torch.amp.GradScaler`` or what ``precision="16-mixed
 gradients only; an overflow on another stage is shown to it as one here, so that all skip the step and lower the scale.
 
     losses are multiplied by scale.factor() on the last stage
-    scale.agree(parameters)        # behind the reduction, before the scaler unscales
+    scale.agree(parameters)        # after the reduction, before the scaler unscales
 """
 
 from collections.abc import Iterable

@@ -6,8 +6,8 @@ would read one, and the first such operation waits for that bucket. Whoever read
 more: the layers of the next forward, an average of weights, a checkpoint, a line of the user's. torch's own
 uninitialised parameters change their class in the same way (torch/nn/parameter.py, UninitializedTensorMixin).
 
-    gather = ParameterGather(parameters, extents, pieces, group, lane, gather=collective.gather, lazily=True)
-    gather.start()              # behind an optimizer's step; all replicas
+    gather = ParameterGather(parameters, extents, pieces, group, queue, gather=collective.gather, lazily=True)
+    gather.start()              # after an optimizer's step; all replicas
     module(x)                   # each layer waits for its own
     gather.finish()             # or wait for all of them
 """
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
-from lightning_holmes.comm.lane import Lane, Ticket
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.shards import Extent, Piece
 from lightning_holmes.torch_private import is_compiled, without_torch_functions
 
@@ -86,7 +86,7 @@ class ParameterGather:
         extents: what lies in which buffer.
         pieces: of all ranks; see shards.py.
         group: the replicas; None: one, and nothing is gathered.
-        lane: where transfers run, the same as that of the gradients, so that all replicas do them in one order.
+        queue: where transfers run, the same as that of the gradients, so that all replicas do them in one order.
         gather: brings every rank's part of a flat tensor to all.
         lazily: gather while the caller goes on.
     """
@@ -97,7 +97,7 @@ class ParameterGather:
         extents: Sequence[Extent],
         pieces: Sequence[Piece],
         group: dist.ProcessGroup | None,
-        lane: Lane,
+        queue: CommQueue,
         *,
         gather: Callable[[Tensor], None],
         lazily: bool,
@@ -105,7 +105,7 @@ class ParameterGather:
         self._parameters = parameters
         self._extents = extents
         self._group = group
-        self._lane = lane
+        self._queue = queue
         self._gather = gather
         self._lazily = lazily
         self._views: dict[str, Tensor] = {}
@@ -117,26 +117,26 @@ class ParameterGather:
 
     def _flatten(self, extent: Extent) -> Tensor:
         """Move the parameters of a bucket into one buffer."""
-        first = sharded.local_part(self._parameters[extent.names[0]]).detach()
+        first = dtensor.local_part(self._parameters[extent.names[0]]).detach()
         buffer = torch.zeros(extent.numel, dtype=first.dtype, device=first.device)
         start = 0
         with torch.no_grad():
             for name, size in zip(extent.names, extent.sizes, strict=True):
-                local = sharded.local_part(self._parameters[name]).detach()
+                local = dtensor.local_part(self._parameters[name]).detach()
                 view = buffer[start : start + size].view(local.shape)
                 view.copy_(local)
                 self._views[name] = view
-                sharded.replace_local(self._parameters[name], view)
+                dtensor.replace_local(self._parameters[name], view)
                 start += size
         return buffer
 
     def adopt(self) -> None:
         """Take over parameters whose ``data`` somebody has replaced."""
         for name, view in self._views.items():
-            local = sharded.local_part(self._parameters[name]).detach()
+            local = dtensor.local_part(self._parameters[name]).detach()
             if local.data_ptr() != view.data_ptr() and local.numel():
                 view.copy_(local)
-                sharded.replace_local(self._parameters[name], view)
+                dtensor.replace_local(self._parameters[name], view)
 
     def watch(self, module: nn.Module) -> None:
         """Wait before ``module``'s parts run that may hand their parameters to code which torch does not see."""
@@ -172,7 +172,7 @@ class ParameterGather:
             if not arrival.is_watched:
                 arrival.wait()
 
-    def _start_transfer(self, index: int) -> Ticket:
+    def _start_transfer(self, index: int) -> Work:
         buffer, runs, group = self.buffers[index], self._runs[index], self._group
         assert group is not None
         share = buffer.numel() // dist.get_world_size(group)
@@ -185,7 +185,7 @@ class ParameterGather:
             for first, end, rank in runs:
                 dist.broadcast(buffer[first:end], group=group, group_src=rank)
 
-        return self._lane.start(transfer, "bucket_gather")
+        return self._queue.start(transfer, "bucket_gather")
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""
@@ -207,8 +207,8 @@ class ParameterGather:
         self._hooks.clear()
         for name, view in self._views.items():
             parameter = self._parameters[name]
-            if sharded.local_part(parameter).detach().data_ptr() == view.data_ptr():
-                sharded.replace_local(parameter, view.clone())
+            if dtensor.local_part(parameter).detach().data_ptr() == view.data_ptr():
+                dtensor.replace_local(parameter, view.clone())
         self._views.clear()
         self.buffers.clear()
 
@@ -216,8 +216,8 @@ class ParameterGather:
 class _Arrival:
     """A bucket under way."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ticket: Ticket) -> None:
-        self._ticket: Ticket | None = ticket
+    def __init__(self, parameters: Sequence[nn.Parameter], work: Work) -> None:
+        self._work: Work | None = work
         self._marked: list[nn.Parameter] = []
         for parameter in parameters:
             if type(parameter) is not nn.Parameter:  # a class of the user's, a DTensor: torch would not tell us
@@ -228,14 +228,14 @@ class _Arrival:
         self.is_watched = len(self._marked) == len(parameters)
 
     def wait(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            ticket.wait()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
         self.forget()
 
     def forget(self) -> None:
         """Make the parameters ordinary ones."""
-        self._ticket = None
+        self._work = None
         marked, self._marked = self._marked, []
         for parameter in marked:
             parameter.__class__ = nn.Parameter
@@ -248,7 +248,7 @@ def can_gather_lazily(module: nn.Module) -> bool:
 
 
 def _runs(pieces: Sequence[Piece], extents: Sequence[Extent]) -> list[list[tuple[int, int, int]]]:
-    """For each bucket, what lies side by side on one rank: first element, behind the last one, rank."""
+    """For each bucket, what lies side by side on one rank: first element, after the last one, rank."""
     runs: list[list[tuple[int, int, int]]] = [[] for _ in extents]
     for piece in pieces:
         if piece.numel == 0:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.grad_buffer import GradBuffer
 
@@ -70,4 +70,4 @@ def _gathered(samples: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _is_copied(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not sharded.is_sharded(parameter)
+    return parameter.requires_grad and not dtensor.is_dtensor(parameter)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
@@ -40,7 +40,7 @@ def cut_state(
             continue
         if isinstance(value, Tensor):
             if value.shape == parameter.shape and (key in element_keys or value.ndim):
-                local = sharded.local_part(sharded.share_of(value, parameter))
+                local = dtensor.local_part(dtensor.share_of(value, parameter))
                 value = local.reshape(-1)[piece.start : piece.stop]
             value = value.clone()
         found[key] = value
@@ -98,12 +98,12 @@ def collect_states(
 def _describe(piece: Piece, key: str, value: Any, element_keys: frozenset[str]) -> Any:
     if not isinstance(value, Tensor):
         return value
-    local = sharded.local_part(value)
+    local = dtensor.local_part(value)
     if local.ndim == 1 and local.numel() == piece.numel and (key in element_keys or piece.numel > 1):
         return _Described(value.dtype, None, is_laid_out=True)
-    if local.numel() <= _SMALL and not sharded.is_sharded(value):
+    if local.numel() <= _SMALL and not dtensor.is_dtensor(value):
         return value.detach().cpu()
-    return _Described(value.dtype, tuple(local.shape), is_laid_out=sharded.is_sharded(value))
+    return _Described(value.dtype, tuple(local.shape), is_laid_out=dtensor.is_dtensor(value))
 
 
 def _join(
@@ -117,12 +117,12 @@ def _join(
     rank: int,
 ) -> Tensor | None:
     """One entry of a whole parameter's state on each of ``targets``; None elsewhere. All ranks call."""
-    here = sharded.local_part(parameter)
+    here = dtensor.local_part(parameter)
     shape = tuple(here.shape) if described.shape is None else described.shape
     wanted = rank in targets
     if targets == [rank] and len(parts) == 1 and parts[0].rank == rank:
-        whole = sharded.local_part(local[parts[0]][key]).detach().view(shape)
-        return sharded.like(whole, parameter) if described.is_laid_out else whole
+        whole = dtensor.local_part(local[parts[0]][key]).detach().view(shape)
+        return dtensor.like(whole, parameter) if described.is_laid_out else whole
     whole = torch.empty(shape if wanted else 0, dtype=described.dtype, device=here.device)
     flat = whole.view(-1)
     for piece in parts:
@@ -130,7 +130,7 @@ def _join(
         start = piece.start if described.shape is None else 0
         own = None
         if piece.rank == rank:
-            own = sharded.local_part(local[piece][key]).detach().contiguous().view(-1)
+            own = dtensor.local_part(local[piece][key]).detach().contiguous().view(-1)
         for target in targets:
             if target == rank and own is not None:
                 flat[start : start + numel].copy_(own)
@@ -140,4 +140,4 @@ def _join(
                 dist.recv(flat[start : start + numel], group=group, group_src=piece.rank)
     if not wanted:
         return None
-    return sharded.like(whole, parameter) if described.is_laid_out else whole
+    return dtensor.like(whole, parameter) if described.is_laid_out else whole

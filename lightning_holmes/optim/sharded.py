@@ -5,14 +5,14 @@ groups hold, this rank's pieces instead of whole parameters: flat tensors in the
 optimizer that treats elements alike (elementwise.py), or some of the parameters themselves for one that does not.
 Updated pieces are gathered on all replicas while the next forward runs (param_gather.py).
 
-    shards = ShardedOptimizer(optimizer, names, buffer, group, found, lane, gather=collective.gather, ...)
-    shards.take_gradients(reached)        # behind the reduction: what the optimizer shall see
+    shards = ShardedOptimizer(optimizer, names, buffer, group, found, queue, gather=collective.gather, ...)
+    shards.take_gradients(reached)        # after the reduction: what the optimizer shall see
     optimizer.step()                      # its pieces; then the gathering starts by itself
     shards.finish()                       # whoever reads parameters waits for them anyway
     states = shards.collect()             # by parameter names, whole
 
 Numbers: those of the optimizer unsharded. With ``master_weights`` pieces are fp32 whatever the parameters are, and these
-are rounded from them behind each step (as Megatron's distributed optimizer does).
+are rounded from them after each step (as Megatron's distributed optimizer does).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_holmes.comm import sharded
-from lightning_holmes.comm.lane import Lane
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
@@ -44,11 +44,11 @@ class ShardedOptimizer:
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
         buffer: their gradients; laid out.
-        group: the replicas, for what runs in the lane; None: there is one.
-        lane: where parameters are gathered.
+        group: the replicas, for what runs in the queue; None: there is one.
+        queue: where parameters are gathered.
         replicas: a group of the replicas for everything else.
-        gather: brings every rank's part of a flat tensor to all; called in the lane.
-        found: how the optimizer can be divided; not "none".
+        gather: brings every rank's part of a flat tensor to all; called in the queue.
+        found: how the optimizer can be sharded; not "none".
         whole_gradients: each rank gets whole gradients in ``p.grad``, for readers; else its shares.
         lazily: gather parameters while the next forward runs.
         master_weights: keep the pieces in fp32.
@@ -61,7 +61,7 @@ class ShardedOptimizer:
         buffer: GradBuffer,
         group: dist.ProcessGroup | None,
         found: Separability,
-        lane: Lane,
+        queue: CommQueue,
         *,
         replicas: dist.ProcessGroup | None,
         gather: Callable[[Tensor], None],
@@ -79,7 +79,7 @@ class ShardedOptimizer:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._size = 1 if group is None else dist.get_world_size(group)
         self._found = found
-        self._lane = lane
+        self._queue = queue
         self._replicas = replicas
         self._gather_parts = gather
         self._lazily = lazily
@@ -110,19 +110,19 @@ class ShardedOptimizer:
         buckets = self._buffer.buckets
         extents = [_extent(bucket) for bucket in buckets]
         cut = cut_by_elements if self.by_elements else cut_by_parameters
-        dealt = cut(extents, self._size)
-        in_bucket = {piece.name for piece in dealt}
-        pieces = [piece for piece in dealt if piece.name in self._group_of]
+        assigned = cut(extents, self._size)
+        in_bucket = {piece.name for piece in assigned}
+        pieces = [piece for piece in assigned if piece.name in self._group_of]
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
-            size = sharded.local_part(self._buffer.parameters[name]).numel()
+            size = dtensor.local_part(self._buffer.parameters[name]).numel()
             pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, bucket=FROZEN, offset=0))
         self._pieces = pieces
         self._gather = ParameterGather(
             self._buffer.parameters,
             extents,
-            dealt,
+            assigned,
             self._group,
-            self._lane,
+            self._queue,
             gather=self._gather_parts,
             lazily=self._lazily,
         )
@@ -152,7 +152,7 @@ class ShardedOptimizer:
         if self._master:
             flat = flat.float() if flat.dtype != torch.float32 else flat.clone()
             if not self.by_elements:
-                flat = flat.view(sharded.local_part(parameter).shape)
+                flat = flat.view(dtensor.local_part(parameter).shape)
         made = nn.Parameter(flat, requires_grad=parameter.requires_grad)
         vars(made).update(marks_of(parameter))
         return made
@@ -160,7 +160,7 @@ class ShardedOptimizer:
     def _flat(self, piece: Piece) -> Tensor:
         """The piece in the memory of its parameter, 1-D."""
         if piece.bucket == FROZEN:
-            return sharded.local_part(self._buffer.parameters[piece.name]).detach().reshape(-1)
+            return dtensor.local_part(self._buffer.parameters[piece.name]).detach().reshape(-1)
         assert self._gather is not None
         return self._gather.buffers[piece.bucket][piece.offset : piece.offset + piece.numel]
 
@@ -186,12 +186,12 @@ class ShardedOptimizer:
     # a step
 
     def prepare(self) -> None:
-        """Behind a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
+        """After a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
 
-        Groups that somebody has added meanwhile, with parameters of this rank's stages, are divided, too.
+        Groups that somebody has added meanwhile, with parameters of this rank's stages, are sharded, too.
 
         Raises:
-            UnsupportedModuleError: such a group cannot be divided as the others are.
+            UnsupportedModuleError: such a group cannot be sharded as the others are.
         """
         added = self.optimizer.param_groups[len(self._names) :]
         if added:
@@ -207,7 +207,7 @@ class ShardedOptimizer:
         if found.level != "elements" and (self.by_elements or found.level == "none"):
             raise UnsupportedModuleError(
                 f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "
-                f"divided among replicas as the others are: {found.reason}; use sharded_optimizer=False"
+                f"sharded over replicas as the others are: {found.reason}; use sharded_optimizer=False"
             )
         states = self.collect()
         names = {id(p): n for n, p in parameters.items()}
@@ -271,7 +271,7 @@ class ShardedOptimizer:
     def _part_of(self, piece: Piece, gradient: Tensor | None) -> Tensor:
         assert gradient is not None
         tensor = self._tensors[piece]
-        return sharded.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
+        return dtensor.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
 
     def _stepped(self, *_: Any) -> None:
         assert self._gather is not None
@@ -307,7 +307,7 @@ class ShardedOptimizer:
         """The gradients of this rank's pieces; over all replicas, each element of a parameter that ``counts`` once."""
         for piece, tensor in self._tensors.items():
             if tensor.grad is not None and counts(piece.name):
-                yield sharded.local_part(tensor.grad)
+                yield dtensor.local_part(tensor.grad)
 
     def rest_of_whole(self) -> Iterator[Tensor]:
         """Those elements of whole gradients in ``p.grad`` that lie in no piece's."""
@@ -321,7 +321,7 @@ class ShardedOptimizer:
             gradient = self._buffer.parameters[name].grad
             if gradient is None:
                 continue
-            flat, place = sharded.local_part(gradient).reshape(-1), 0
+            flat, place = dtensor.local_part(gradient).reshape(-1), 0
             for piece in sorted(own.get(name, []), key=lambda p: p.start):
                 if piece.start > place:
                     yield flat[place : piece.start]
@@ -340,7 +340,7 @@ class ShardedOptimizer:
 
     def clipped(self) -> list[Tensor]:
         """Every gradient that clipping scales, each element once; whole ones that hooks see among them."""
-        own = [sharded.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
+        own = [dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
         return [*own, *self.rest_of_whole()]
 
     # states
@@ -367,7 +367,7 @@ class ShardedOptimizer:
     def destination(self, name: str) -> int:
         """The replica that brings a parameter's state into a folder: the one that holds most of it. Ranks of a tensor
         group, whose parts may be of unlike sizes, go by its place, so that they agree."""
-        if any(sharded.is_sharded(p) for p in self._buffer.parameters.values()):
+        if any(dtensor.is_dtensor(p) for p in self._buffer.parameters.values()):
             return list(self._group_of).index(name) % self._size
         held = [0] * self._size
         for piece in self._pieces:
@@ -390,7 +390,7 @@ class ShardedOptimizer:
         return self._held_by_group()
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Behind ``optimizer.load_state_dict``: masters as they were saved, where they were."""
+        """After ``optimizer.load_state_dict``: masters as they were saved, where they were."""
         for piece in self._tensors:
             if piece.name in states:
                 self._restore_master(piece, states[piece.name])
@@ -399,7 +399,7 @@ class ShardedOptimizer:
         if not self._master or MASTER_WEIGHT not in state:
             return
         master = self._tensors[piece].detach().view(-1)
-        saved = sharded.local_part(sharded.share_of(state[MASTER_WEIGHT], self._buffer.parameters[piece.name]))
+        saved = dtensor.local_part(dtensor.share_of(state[MASTER_WEIGHT], self._buffer.parameters[piece.name]))
         saved = saved.reshape(-1)[piece.start : piece.stop].to(master)
         now = self._flat(piece)
         master.copy_(torch.where(saved.to(now.dtype) == now, saved, now.float()))  # other weights were loaded, say
@@ -431,5 +431,5 @@ def _version(tensor: Tensor | None) -> int:
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
-        return sharded.share_of(value, parameter)
+        return dtensor.share_of(value, parameter)
     return value

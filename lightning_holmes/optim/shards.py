@@ -62,7 +62,7 @@ def cut_by_elements(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
 
 
 def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
-    """Whole parameters, dealt so that ranks have about as many elements and what a rank has of a bucket is one run.
+    """Whole parameters, assigned so that ranks have about as many elements and what a rank has of a bucket is one run.
 
     Each goes to the rank in whose share of all elements its middle lies.
     """

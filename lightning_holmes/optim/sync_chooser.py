@@ -4,7 +4,7 @@ large buckets are.
 Owns when candidates are measured: before the first window, and again before a window when the time of some member has
 drifted (GradSync tells all of them so at the same step). Buckets hold zeros then, which sums leave as they are.
 
-    chooser = SyncChooser(buffer, sync, groups, lane, stages=(0,), collective="auto")
+    chooser = SyncChooser(buffer, sync, groups, queue, stages=(0,), collective="auto")
     chooser.before_window()
     buffer.begin()
     choice = chooser.in_empty_window(step)          # a SyncChoice if there is a new one
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_holmes.comm.choice import BUDGET_S, make_collectives, measure, time_sum
 from lightning_holmes.comm.collectives import AllReduce, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
-from lightning_holmes.comm.lane import Lane
+from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.plan.sync_choice import SyncChoice, bucket_bytes, choose
@@ -43,7 +43,7 @@ class SyncChooser:
         buffer: GradBuffer,
         sync: GradSync,
         groups: SyncGroups,
-        lane: Lane,
+        queue: CommQueue,
         *,
         stages: Sequence[int],
         collective: str = "auto",
@@ -54,7 +54,7 @@ class SyncChooser:
         self._buffer = buffer
         self._sync = sync
         self._groups = groups
-        self._lane = lane
+        self._queue = queue
         self._stages = tuple(stages)
         compresses = compression is not None and groups.crosses
         self._compression = compression if compresses else None
@@ -88,11 +88,11 @@ class SyncChooser:
 
         def largest() -> float:
             agreed = best.clone()
-            self._lane.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+            self._queue.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
             return float(agreed)
 
         for trial in range(trials):
-            best.clamp_(max=time_sum(AllReduce(group), tensor, self._lane))
+            best.clamp_(max=time_sum(AllReduce(group), tensor, self._queue))
             if trial == 0 and (slow := largest()) * trials > _LINK_BUDGET_S:
                 return slow
         return largest()
@@ -124,7 +124,7 @@ class SyncChooser:
             return self._use(name, {}, 0, reason, step)
         buffers = [b.buffer for b in buckets]
         budget_s = BUDGET_S / 2 if divided and not first else BUDGET_S
-        found = measure(self._candidates, buffers, self._groups.whole, self._lane, shares=shares, budget_s=budget_s)
+        found = measure(self._candidates, buffers, self._groups.whole, self._queue, shares=shares, budget_s=budget_s)
         if first:
             reason = "the fastest"
         elif divided:

@@ -50,7 +50,7 @@ def naming_parameters(module: nn.Module, roots: Sequence[Tensor | Node], place: 
 def check_finite(gradients: Iterable[tuple[str, Tensor]], place: str) -> None:
     """Refuse infinities, and what is NaN without any operator having given it, in the summed gradients of named parameters.
 
-    torch's anomaly mode looks for NaN behind each operator; an infinity alone passes it, and becomes NaN in clipping or a
+    torch's anomaly mode looks for NaN after each operator; an infinity alone passes it, and becomes NaN in clipping or a
     later step, where nobody knows any more where it came from.
 
     Raises:

@@ -50,7 +50,7 @@ class BatchSplitter:
         size, per_sample = self._read(batch)
         if size < num_microbatches:
             raise ConfigurationError(
-                f"a batch of {size} samples cannot be dealt to num_microbatches={num_microbatches}; "
+                f"a batch of {size} samples cannot be split into num_microbatches={num_microbatches}; "
                 f"use a batch size of at least {num_microbatches} or num_microbatches={size}"
             )
         bounds = microbatch_bounds(size, num_microbatches)

@@ -1,4 +1,4 @@
-"""Losses that depend on which samples are together, and so cannot equal the whole batch when it is dealt out.
+"""Losses that depend on which samples are together, and so cannot equal the whole batch when it is assigned.
 
 Batch normalisation, negatives taken from the batch, means over tokens with padding: no splitting is exact
 for them, by any library. They are found by trying: the loss of a few samples together against the weighted

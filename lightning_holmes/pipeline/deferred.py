@@ -1,6 +1,6 @@
 """A module whose parameters have no memory yet: built by ``configure_model``, or on the meta device.
 
-Owns which of its tensors are still absent, stand-ins for tracing it, and building those that a rank holds. How one
+Owns which of its tensors are still fake, stand-ins for tracing it, and building those that a rank holds. How one
 tensor is built is tape.py's; what a stage holds is for stage.py to say.
 
     deferred = DeferredModule(seed, device)
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.stage import placeholder
-from lightning_holmes.pipeline.tape import Tape, is_absent
+from lightning_holmes.pipeline.tape import Tape, is_fake
 from lightning_holmes.torch_private import fake_mode_of
 
 _SMALL = 1 << 14  # parameters of so few elements stand in for themselves: norms, biases
@@ -32,13 +32,13 @@ _LARGE = 1 << 20  # bytes, of tensors that are worth giving back
 _SHOWN = 10
 
 
-def has_absent_tensors(module: nn.Module) -> bool:
+def has_fake_tensors(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` has no values yet."""
-    return any(is_absent(t) for t in (*module.parameters(), *module.buffers()))
+    return any(is_fake(t) for t in (*module.parameters(), *module.buffers()))
 
 
 class DeferredModule:
-    """The absent tensors of one module.
+    """The fake tensors of one module.
 
     Args:
         seed: of initial weights, the same on all ranks.
@@ -66,24 +66,24 @@ class DeferredModule:
         self._blank([t for _, t in _named_tensors(module) if t.is_meta and fake_mode_of(t) is None])
         for name, tensor in _named_tensors(module):
             self._tape.name(tensor, name)
-            if sharded.is_sharded(tensor) and not self._is_written(tensor):
+            if dtensor.is_dtensor(tensor) and not self._is_written(tensor):
                 raise UnsupportedModuleError(
-                    f"{name} is shared out over its tensor group, but nothing had given it a value before: make it in "
+                    f"{name} is sharded over its tensor group, but nothing had given it a value before: make it in "
                     f"configure_model, initialise it there, and share it out then"
                 )
         with self._tape.recording():
             self._initialise(module)
 
     def forget(self, names: set[str]) -> None:
-        """Make the parameters ``names`` absent, with no value that anything gives them."""
+        """Make the parameters ``names`` fake, with no value that anything gives them."""
         assert self.module is not None
         self._blank([p for n, p in self.module.named_parameters() if n in names])
 
     def _blank(self, tensors: Sequence[Tensor]) -> None:
-        """Let tensors that nobody recorded be absent ones that somebody may fill."""
+        """Let tensors that nobody recorded be fake ones that somebody may fill."""
         assert self.module is not None
         with self._tape.recording():
-            parts = [sharded.local_part(t) for t in tensors]
+            parts = [dtensor.local_part(t) for t in tensors]
             made = [torch.empty(t.shape, dtype=t.dtype, device=self.device if t.is_meta else t.device) for t in parts]
         _replace(self.module, [(old, _like(new, old)) for old, new in zip(tensors, made, strict=True)])
 
@@ -91,10 +91,10 @@ class DeferredModule:
         for part in _outermost(module, "initialize_weights"):
             # built on meta, it has left its parameters as nn.Linear and the like initialise them
             tensors = [t for _, t in _named_tensors(part)]
-            if tensors and all(is_absent(t) and (t.device.type == "meta" or not self._is_written(t)) for t in tensors):
+            if tensors and all(is_fake(t) and (t.device.type == "meta" or not self._is_written(t)) for t in tensors):
                 part.initialize_weights()
         for owner in module.modules():
-            own = [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if is_absent(t)]
+            own = [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if is_fake(t)]
             if own and not all(self._is_written(t) for t in own):
                 reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
                 if callable(reset):
@@ -104,10 +104,10 @@ class DeferredModule:
                     initialise(owner)
 
     def _is_written(self, tensor: Tensor) -> bool:
-        return not is_absent(tensor) or self._tape.is_written(tensor)
+        return not is_fake(tensor) or self._tape.is_written(tensor)
 
     def unset(self, names: set[str]) -> list[str]:
-        """The absent parameters among ``names`` and all absent buffers that nothing gives a value."""
+        """The fake parameters among ``names`` and all fake buffers that nothing gives a value."""
         assert self.module is not None
         parameters = {n for n, _ in self.module.named_parameters()}
         return [
@@ -116,13 +116,13 @@ class DeferredModule:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, absent parameters are real ones of the same shape, type and names. Large ones are zeros that take no
+        """Inside, fake parameters are real ones of the same shape, type and names. Large ones are zeros that take no
         memory."""
         module = self.module
         assert module is not None
         replaced = []
         for _, tensor in _named_tensors(module):
-            if is_absent(tensor):
+            if is_fake(tensor):
                 replaced.append((tensor, _like(self._stand_in(tensor), tensor)))
         _replace(module, replaced)
         try:
@@ -132,10 +132,10 @@ class DeferredModule:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """For a sharded tensor, one for the part on this rank."""
-        small = sharded.local_part(tensor).numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
+        small = dtensor.local_part(tensor).numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
         if small and self._is_written(tensor):
             return self._tape.realise(tensor)
-        tensor = sharded.local_part(tensor)
+        tensor = dtensor.local_part(tensor)
         device = self.device if tensor.device.type == "meta" else tensor.device
         if device.type != "cpu":
             return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
@@ -152,7 +152,7 @@ class DeferredModule:
         *,
         overwritten: bool = False,
     ) -> None:
-        """Build the parameters ``names`` and all buffers; other absent parameters become placeholders.
+        """Build the parameters ``names`` and all buffers; other fake parameters become placeholders.
 
         Args:
             read: gives values for some of the names it is asked for, say from a file.
@@ -163,9 +163,9 @@ class DeferredModule:
         """
         module = self.module
         assert module is not None
-        absent = [(n, t) for n, t in _named_tensors(module) if is_absent(t)]
-        parameters = {n for n, t in absent if isinstance(t, nn.Parameter)}
-        given = dict(read([n for n, _ in absent if n in names or n not in parameters])) if read is not None else {}
+        fake = [(n, t) for n, t in _named_tensors(module) if is_fake(t)]
+        parameters = {n for n, t in fake if isinstance(t, nn.Parameter)}
+        given = dict(read([n for n, _ in fake if n in names or n not in parameters])) if read is not None else {}
         unset = [name for name in self.unset(names) if name not in given]
         if unset and not overwritten:
             more = f" and {len(unset) - _SHOWN} more" if len(unset) > _SHOWN else ""
@@ -174,9 +174,9 @@ class DeferredModule:
                 f"value: initialise it where it is made, or give its module reset_parameters() or _init_weights(module)"
             )
         built = []
-        for name, tensor in absent:
+        for name, tensor in fake:
             device = self.device if tensor.device.type == "meta" else tensor.device
-            part = sharded.local_part(tensor)
+            part = dtensor.local_part(tensor)
             if name in parameters and name not in names:
                 real = placeholder(torch.empty((), dtype=tensor.dtype, device=device).expand(part.shape))
             elif name in given:
@@ -185,10 +185,10 @@ class DeferredModule:
                     raise UnsupportedModuleError(
                         f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}"
                     )
-                real = sharded.local_part(sharded.share_of(value, tensor)).to(device, tensor.dtype)
+                real = dtensor.local_part(dtensor.share_of(value, tensor)).to(device, tensor.dtype)
             elif self._is_written(tensor):
                 real = self._tape.realise(tensor)
-                if sharded.is_split(tensor):  # it may be a view of the whole
+                if dtensor.is_split(tensor):  # it may be a view of the whole
                     real = real.clone()
                     if tensor.numel() * tensor.element_size() >= _LARGE:
                         _give_back_freed_memory()
@@ -222,7 +222,7 @@ def _replace(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def _like(real: Tensor, tensor: Tensor) -> Tensor:
     """``real``, of a sharded tensor this rank's part, as what ``tensor`` is: sharded, a parameter, with what was set on it."""
-    real = sharded.like(real, tensor)
+    real = dtensor.like(real, tensor)
     if not isinstance(tensor, nn.Parameter):
         return real
     made = nn.Parameter(real, requires_grad=tensor.requires_grad)

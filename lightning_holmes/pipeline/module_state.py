@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_holmes.comm.edges import Edges
+from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import tensor_version
@@ -33,32 +33,32 @@ class ModuleState:
     Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since.
     """
 
-    def __init__(self, pipeline: PipelineModule, edges: Edges | None, device: torch.device) -> None:
+    def __init__(self, pipeline: PipelineModule, p2p: P2P | None, device: torch.device) -> None:
         self._pipeline = pipeline
-        self._edges = edges
+        self._p2p = p2p
         self._device = device
         self._reserved = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "forward"}
         self._seen: dict[tuple[str, str], Hashable] = {}
 
     def watch(self) -> None:
         """Take the present attributes as known to all ranks."""
-        if self._edges is not None and self._edges.size > 1:
+        if self._p2p is not None and self._p2p.size > 1:
             self._seen = {key: _fingerprint(value) for key, value in self._attributes().items()}
             self._seen |= {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
 
     def synchronise(self) -> None:
         """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
-        edges = self._edges
-        if edges is None or edges.size == 1:
+        p2p = self._p2p
+        if p2p is None or p2p.size == 1:
             return
         mine = self._changes()
-        others = [rank for rank in range(edges.size) if rank != edges.rank]
+        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
         for rank in others:
-            edges.send_message(rank, TOPIC_STATE, mine)
+            p2p.send_message(rank, TOPIC_STATE, mine)
         for rank in others:
             with torch.inference_mode(False):  # what arrives stays, and hooks may change it
-                self._apply(*edges.receive_message(rank, TOPIC_STATE))
-        edges.finish()
+                self._apply(*p2p.receive_message(rank, TOPIC_STATE))
+        p2p.finish()
         self.watch()
 
     def _attributes(self) -> dict[tuple[str, str], Any]:

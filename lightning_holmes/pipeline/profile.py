@@ -10,7 +10,7 @@ mode="fake" runs one microbatch of the module's own step forward and backward on
 meta tensors take other paths through many modules), and counts the FLOPs of matrix products, convolutions and
 attention; elementwise work is not counted, but each operator may be charged a fixed time (operator_s). Where the step
 cannot run on them (it looks at values), it is run once for real, and counted. mode="measure" runs the real module on the
-device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies behind it and begins the layer's backward.
+device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies after it and begins the layer's backward.
 
 Left to others: whether the step may be cut at all (trace.py). The module itself is not changed: copies run.
 """

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-_BLOCK_S = 0.15  # of repeats, to last over several periods in which a share of a core is dealt out
+_BLOCK_S = 0.15  # of repeats, to last over several periods in which a share of a core is assigned
 _DISTURBED = 1.5  # repeats that took so many times the middle one are left out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.batch import weighted_mean
 from lightning_holmes.pipeline.stage import StageRun
@@ -96,7 +96,7 @@ class LogRecorder:
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"`self.log({name}, {value})` was called, but the tensor must have a single element")
-            value = sharded.whole(value.detach()).clone().reshape(())
+            value = dtensor.whole(value.detach()).clone().reshape(())
         call = LogCall(name=name, value=value, arguments=arguments, position=position, microbatch=self._microbatch)
         self.calls.append(call)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_holmes.comm.edges import Edges, PendingReceive, TensorSpec
+from lightning_holmes.comm.p2p import P2P, PendingReceive, TensorSpec
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.anomaly import naming_parameters
@@ -75,9 +75,9 @@ class StepJob:
 class PipelineRunner:
     """Runs jobs on the stages of ``module`` that this rank holds."""
 
-    def __init__(self, module: PipelineModule, edges: Edges | None) -> None:
+    def __init__(self, module: PipelineModule, p2p: P2P | None) -> None:
         self.module = module
-        self.edges = edges
+        self.p2p = p2p
         self.clock: StepClock | None = None  # of a monitored run
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
         self.without_checkpoints: set[Hashable] = set()
@@ -87,16 +87,16 @@ class PipelineRunner:
 
         Collective over the ranks of one pipeline.
         """
-        rank = 0 if self.edges is None else self.edges.rank
+        rank = 0 if self.p2p is None else self.p2p.rank
         batch = _Batch(self, job)
         job.outputs = [None] * job.schedule.num_microbatches
         for action in job.schedule.actions[rank]:
             yield from batch.perform(action)
         if job.listener is not None:
             job.listener.actions_done()
-        if self.edges is not None:
+        if self.p2p is not None:
             start = None if self.clock is None else self.clock.mark()
-            self.edges.finish()
+            self.p2p.finish()
             if self.clock is not None:
                 self.clock.add("wait", start)
 
@@ -288,13 +288,13 @@ class _Batch:
 
     def _send_activation(self, action: Action) -> None:
         run = self.runs[action.stage, action.microbatch]
-        assert run.payload is not None and self.runner.edges is not None
+        assert run.payload is not None and self.runner.p2p is not None
         destination = self.schedule.rank_of(action.stage + 1)
         specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in run.payload)
         key = self._spec_key(action.stage + 1, action.microbatch)
         known = self.runner._known_specs.get(key)
         if known is None:
-            self.runner.edges.send_message(destination, TOPIC_SHAPES, specs)
+            self.runner.p2p.send_message(destination, TOPIC_SHAPES, specs)
             self.runner._known_specs[key] = specs
         elif known != specs:
             raise UnsupportedModuleError(
@@ -302,14 +302,14 @@ class _Batch:
                 f"activations whose shape depends on the values of a batch, or that begin to need gradients for "
                 f"reasons other than requires_grad of parameters, cannot be pipelined"
             )
-        self.runner.edges.send(destination, run.payload)
+        self.runner.p2p.send(destination, run.payload)
         if self.job.loss_scales is None:
             del self.runs[action.stage, action.microbatch]
 
     def _send_gradient(self, action: Action) -> None:
         run = self.runs.pop((action.stage, action.microbatch))
-        assert self.runner.edges is not None
-        self.runner.edges.send(self.schedule.rank_of(action.stage - 1), _input_gradients(run))
+        assert self.runner.p2p is not None
+        self.runner.p2p.send(self.schedule.rank_of(action.stage - 1), _input_gradients(run))
 
     # receiving
 
@@ -334,26 +334,26 @@ class _Batch:
         return None if known is None else tuple(s for s in known if s.requires_grad)
 
     def _post_known(self, source: int) -> None:
-        assert self.runner.edges is not None
+        assert self.runner.p2p is not None
         queue = self.queues[source]
         while queue:
             specs = self._specs(queue[0])
             if specs is None:
                 return
-            self.posted[queue.popleft()] = self.runner.edges.receive(source, specs)
+            self.posted[queue.popleft()] = self.runner.p2p.receive(source, specs)
 
     def _arrived(self, action: Action) -> Generator[None, None, list[Tensor]]:
         """Wait for a receive, posting it and those before it first if their shapes were unknown."""
-        edges = self.runner.edges
-        assert edges is not None
+        p2p = self.runner.p2p
+        assert p2p is not None
         source = self._source(action)
         self._post_known(source)
         while action not in self.posted:
             pending = self.queues[source][0]
             assert pending.op is Op.RECV_ACTIVATION, "the gradient of an output that was never computed"
-            while not edges.has_message(source, TOPIC_SHAPES):
+            while not p2p.has_message(source, TOPIC_SHAPES):
                 yield
-            specs = edges.receive_message(source, TOPIC_SHAPES)
+            specs = p2p.receive_message(source, TOPIC_SHAPES)
             self.runner._known_specs[self._spec_key(pending.stage, pending.microbatch)] = specs
             self._post_known(source)
         receive = self.posted.pop(action)

@@ -100,7 +100,7 @@ def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Para
 
 
 def share_layer_memory(shadow: LightningModule, layers: str, number: int) -> None:
-    """Let the list's layers behind the first ``number`` compute with their weights, and add to their gradients.
+    """Let the list's layers after the first ``number`` compute with their weights, and add to their gradients.
 
     What a rank with so many layers reads and writes is then all that a step of the whole copy does, and a clock finds in the
     processor's caches what a run does. Parameters that are tied, or have no like in the other layer, stay.

@@ -66,7 +66,7 @@ class SplitBackward:
                 "zero-bubble schedules go through a backward in two parts, which code compiled by torch.compile does not allow; "
                 "use another schedule, such as 1f1b, or leave what is compiled uncompiled"
             ) from error
-        self._roots, self._gradients = [], []  # what of the graph lies behind the places kept can go
+        self._roots, self._gradients = [], []  # what of the graph lies after the places kept can go
         for tensor, gradient in zip(self._received, found, strict=False):
             tensor.grad = gradient
         rest = found[len(self._received) :]
@@ -146,7 +146,7 @@ def _is_users_own(node: Node) -> bool:
 
 
 def _behind_first(starts: Sequence[Node]) -> list[Node]:
-    """All nodes of a graph, each behind those that its gradients go on to."""
+    """All nodes of a graph, each after those that its gradients go on to."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(node, False) for node in starts]

@@ -1,13 +1,13 @@
-"""One rank's part of a module: layers of its own, missing layers, and steps that run from cut to cut.
+"""One rank's part of a module: layers of its own, non-local layers, and steps that run from cut to cut.
 
 The module keeps its full length, its names and its identity. Each layer's ``forward`` goes through a gate
 that knows which stage of the rank is running:
 
-- a layer of the stage runs; behind the stage's last one its output is kept, and the next layer's gate cuts
+- a layer of the stage runs; after the stage's last one its output is kept, and the next layer's gate cuts
   the step short with :class:`StepCut`;
-- a missing layer before the stage hands on a placeholder, and the one right before it hands on what was
+- a non-local layer before the stage hands on a placeholder, and the one right before it hands on what was
   received from the previous stage;
-- outside a step a missing layer refuses to run.
+- outside a step a non-local layer refuses to run.
 
 Parameters of other stages keep shape, type and names but hold NaN in no memory, so that what the trace
 judged wrongly turns the loss into NaN.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
@@ -34,7 +34,7 @@ from lightning_holmes.torch_private import is_broken_graph
 
 
 class StepCut(BaseException):
-    """Ends a user's step behind a stage's last layer; no ``Exception``, so that user code does not catch it."""
+    """Ends a user's step after a stage's last layer; no ``Exception``, so that user code does not catch it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Passing:
 
     run: StageRun
     index: int
-    is_missing: bool = False
+    is_nonlocal: bool = False
     output: Any = None
 
 
@@ -81,7 +81,7 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passed = self._arrive(self._indices, args, kwargs)
-        if passed is not None and passed.is_missing:
+        if passed is not None and passed.is_nonlocal:
             return passed.output
         output = self._forward(*args, **kwargs)
         return output if passed is None else self._leave(passed, output)
@@ -91,7 +91,7 @@ class _Gate:
         if copied is None:  # not the layer, but something that refers to its forward
             return self
         if not self._pipeline.holds(self._indices):
-            return functools.partial(self._pipeline.refuse_missing, self._indices[0])
+            return functools.partial(self._pipeline.refuse_nonlocal, self._indices[0])
         return (
             copy.deepcopy(self._forward, memo) if self._is_patched else types.MethodType(type(copied).forward, copied)
         )
@@ -188,7 +188,7 @@ class PipelineModule:
         """Where a step is, in words."""
         if self.structure is None or run.position == BEFORE:
             return f"in {run.step_name}, before its first layer,"
-        return f"in {run.step_name}, at or behind {self.structure.layer_names[run.position]},"
+        return f"in {run.step_name}, at or after {self.structure.layer_names[run.position]},"
 
     # installing and removing
 
@@ -204,7 +204,7 @@ class PipelineModule:
             layer.forward = _Gate(self, layer, indices)
         for name, parameter in self.module.named_parameters():
             if name not in self.local_parameters:
-                sharded.replace_local(parameter, placeholder(sharded.local_part(parameter).detach()))
+                dtensor.replace_local(parameter, placeholder(dtensor.local_part(parameter).detach()))
 
     def uninstall(self) -> None:
         """Take the gates away; parameters of other stages remain placeholders until someone fills them."""
@@ -223,7 +223,7 @@ class PipelineModule:
         stage_of_layer = self.partition.stage_of(index)
         if run is None:
             if not self.holds(indices):
-                self.refuse_missing(index)
+                self.refuse_nonlocal(index)
             return None
         if run.backward:
             self._check_recomputed(run, index, stage_of_layer, indices)
@@ -236,14 +236,14 @@ class PipelineModule:
         if index == self.partition.layers_of(run.stage)[0] - 1:
             output = self._hand_on_received(run, index, args, kwargs)
         else:
-            output = self._missing_output(run, index, args, kwargs)
-        return _Passing(run=run, index=index, is_missing=True, output=output)
+            output = self._nonlocal_output(run, index, args, kwargs)
+        return _Passing(run=run, index=index, is_nonlocal=True, output=output)
 
     def holds(self, indices: Sequence[int]) -> bool:
         """Whether this rank can run the layer at ``indices``; one at several of them has no weights."""
         return len(indices) > 1 or self.partition.stage_of(indices[0]) in self.stages
 
-    def refuse_missing(self, index: int, *_: Any, **__: Any) -> None:
+    def refuse_nonlocal(self, index: int, *_: Any, **__: Any) -> None:
         """Stop who runs a layer of another rank outside a step."""
         assert self.structure is not None
         raise HolmesError(
@@ -253,7 +253,7 @@ class PipelineModule:
         )
 
     def _leave(self, passed: _Passing, output: Any) -> Any:
-        """Behind a layer of the stage that runs."""
+        """After a layer of the stage that runs."""
         run, index = passed.run, passed.index
         self._seed(run, 2 * index + 3)
         if run.backward or index != self.partition.layers_of(run.stage)[-1] or run.stage == self.num_stages - 1:
@@ -312,7 +312,7 @@ class PipelineModule:
         ]
         return tree.unflatten(expected.template, leaves)
 
-    def _missing_output(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
+    def _nonlocal_output(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
         return tree.unflatten(expected.template, self._blank_leaves(run, index, args, kwargs))
@@ -373,7 +373,7 @@ class PipelineModule:
             return output
         if run.cut:
             raise UnsupportedModuleError(
-                f"{run.step_name} went on after the pipeline had cut it behind layer {run.position}: a bare `except:` or "
+                f"{run.step_name} went on after the pipeline had cut it after layer {run.position}: a bare `except:` or "
                 f"`except BaseException:` around the model call swallows the cut; catch Exception instead"
             )
         last = run.stage == self.num_stages - 1

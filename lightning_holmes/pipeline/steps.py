@@ -1,4 +1,4 @@
-"""One batch through the pipeline: dealt, run, and its results brought to every rank.
+"""One batch through the pipeline: split, run, and its results brought to every rank.
 
 Owns what happens around the runner: comparing the stages' batches, weights and seeds of microbatches, and
 the way back of outputs and logs from the last stage. Leaves gradients to whoever calls it.
@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_holmes.comm import sharded
-from lightning_holmes.comm.edges import Edges
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
@@ -40,7 +40,7 @@ class StepRequest:
     Random numbers come from ``seed``, the same on all replicas, and the place of a microbatch among those of all replicas:
     first those of ``replica`` 0. So a microbatch draws alike however a batch of all replicas is shared out.
 
-    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is dealt; what it
+    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is split; what it
     returns gives, by the first backward, what their losses are multiplied by.
     ``accumulate`` takes the gradients of split backwards; ``meter`` times the parts of backwards.
     """
@@ -71,37 +71,37 @@ class StepDriver:
 
     Args:
         pipeline: this rank's part of the module.
-        edges: to the other ranks of the pipeline; None if there are none.
+        p2p: to the other ranks of the pipeline; None if there are none.
         schedule, num_chunks: which schedule trains; evaluation runs its forwards.
         broadcast_batch: the first stage's batch replaces those of the others.
         splitter: shared by all steps, since it learns from earlier batches.
-        tensor_edges: to the other ranks of the tensor group, which run the same stages on the same batches.
+        tensor_p2p: to the other ranks of the tensor group, which run the same stages on the same batches.
     """
 
     def __init__(
         self,
         pipeline: PipelineModule,
-        edges: Edges | None,
+        p2p: P2P | None,
         *,
         schedule: str,
         num_chunks: int,
         device: torch.device,
         broadcast_batch: bool = False,
         splitter: BatchSplitter | None = None,
-        tensor_edges: Edges | None = None,
+        tensor_p2p: P2P | None = None,
     ) -> None:
         module = pipeline.module
         assert isinstance(module, LightningModule)
         self.module = module
         self.pipeline = pipeline
-        self.edges = edges
-        self.tensor_edges = tensor_edges
+        self.p2p = p2p
+        self.tensor_p2p = tensor_p2p
         self.schedule = schedule
         self.num_chunks = num_chunks
         self.device = device
         self.broadcast_batch = broadcast_batch
         self.splitter = splitter or BatchSplitter()
-        self.runner = PipelineRunner(pipeline, edges)
+        self.runner = PipelineRunner(pipeline, p2p)
         self.clock: StepClock | None = None  # of a monitored run
         num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
         self.recorder = LogRecorder(module, num_layers)
@@ -114,7 +114,7 @@ class StepDriver:
     @property
     def pipeline_parallel_size(self) -> int:
         """Ranks of the pipeline."""
-        return 1 if self.edges is None else self.edges.size
+        return 1 if self.p2p is None else self.p2p.size
 
     @property
     def has_last_stage(self) -> bool:
@@ -192,29 +192,29 @@ class StepDriver:
 
     def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
         """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank."""
-        if self.tensor_edges is not None and 0 in self.pipeline.stages:
-            batch = yield from self._agree_over(self.tensor_edges, "tensor", batch)
-            self.tensor_edges.finish()
-        if self.edges is not None:
-            batch = yield from self._agree_over(self.edges, "pipeline", batch)
+        if self.tensor_p2p is not None and 0 in self.pipeline.stages:
+            batch = yield from self._agree_over(self.tensor_p2p, "tensor", batch)
+            self.tensor_p2p.finish()
+        if self.p2p is not None:
+            batch = yield from self._agree_over(self.p2p, "pipeline", batch)
         return batch
 
-    def _agree_over(self, edges: Edges, axis: str, batch: Any) -> Generator[None, None, Any]:
-        if edges.size == 1:
+    def _agree_over(self, p2p: P2P, axis: str, batch: Any) -> Generator[None, None, Any]:
+        if p2p.size == 1:
             return batch
-        if edges.rank == 0:
+        if p2p.rank == 0:
             message = tree.map_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
-            for rank in range(1, edges.size):
-                edges.send_message(rank, TOPIC_BATCH, message)
+            for rank in range(1, p2p.size):
+                p2p.send_message(rank, TOPIC_BATCH, message)
             return batch
-        while not edges.has_message(0, TOPIC_BATCH):
+        while not p2p.has_message(0, TOPIC_BATCH):
             yield
-        message = edges.receive_message(0, TOPIC_BATCH)
+        message = p2p.receive_message(0, TOPIC_BATCH)
         if self.broadcast_batch:
             return tree.map_tensors(lambda t: t.to(self.device), message)
         if message != batches.checksum(batch):
             raise ConfigurationError(
-                f"{axis} rank {edges.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
+                f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
                 f"needs the same samples. A data set that shards itself should do so not by the rank, but by the data-parallel "
                 f"coordinate, which lightning_holmes.data.data_parallel_coordinate() gives in its __iter__, and random "
                 f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
@@ -278,47 +278,47 @@ class StepDriver:
                 part = tree.map_tensors(Tensor.clone, part)
             with request.context():
                 output = step(part, *request.arguments)
-                if any(map(sharded.is_sharded, tree.tensors_of(output))):
-                    return tree.map_tensors(sharded.whole, output)
+                if any(map(dtensor.is_dtensor, tree.tensors_of(output))):
+                    return tree.map_tensors(dtensor.whole, output)
                 return output
 
         return run_step
 
     def _expect_messages(self) -> None:
         """Post the receives of what :meth:`_share` will read, so that it is there when the step ends."""
-        edges = self.edges
-        if edges is None or edges.size == 1:
+        p2p = self.p2p
+        if p2p is None or p2p.size == 1:
             return
         if self.has_last_stage:
             for rank in self._other_ranks():
-                edges.expect_message(rank, TOPIC_CALLS)
+                p2p.expect_message(rank, TOPIC_CALLS)
         else:
-            edges.expect_message(self.last_rank, TOPIC_RESULT)
+            p2p.expect_message(self.last_rank, TOPIC_RESULT)
 
     def _send_calls(self) -> None:
         """Tell the last stage what this rank's stages have logged, early enough that nobody waits for it."""
-        assert self.edges is not None
-        self.edges.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
+        assert self.p2p is not None
+        self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
         self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float], window: MetricWindow
     ) -> Generator[None, None, StepResult]:
         """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
-        edges, calls = self.edges, list(self.recorder.calls)
-        alone = edges is None or edges.size == 1
+        p2p, calls = self.p2p, list(self.recorder.calls)
+        alone = p2p is None or p2p.size == 1
         if not self.has_last_stage:
-            assert edges is not None
+            assert p2p is not None
             last = self.last_rank
-            while not edges.has_message(last, TOPIC_RESULT):
+            while not p2p.has_message(last, TOPIC_RESULT):
                 yield
-            output, calls = edges.receive_message(last, TOPIC_RESULT)
+            output, calls = p2p.receive_message(last, TOPIC_RESULT)
             return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
         if not alone:
-            assert edges is not None
+            assert p2p is not None
             for rank in self._other_ranks():
-                while not edges.has_message(rank, TOPIC_CALLS):
+                while not p2p.has_message(rank, TOPIC_CALLS):
                     yield
-                calls += edges.receive_message(rank, TOPIC_CALLS)
+                calls += p2p.receive_message(rank, TOPIC_CALLS)
         name = type(self.module).__name__
         losses = None
         if request.loss_scales is not None and weights != sizes:
@@ -328,11 +328,11 @@ class StepDriver:
         merged = merge_calls(window.settle(calls), sizes, weights, name, losses)
         output = batches.merge_outputs(job.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
-            assert edges is not None
+            assert p2p is not None
             message = (tree.map_tensors(_detached_on_host, output), [_to_host(c) for c in merged])
             for rank in self._other_ranks():
-                edges.send_message(rank, TOPIC_RESULT, message)
-            edges.finish()
+                p2p.send_message(rank, TOPIC_RESULT, message)
+            p2p.finish()
         return StepResult(output=output, calls=merged)
 
 

@@ -79,14 +79,14 @@ class ModuleStructure:
             if lost:
                 free = [c for c in range(self.num_layers - 1) if not any(b.forbids(c) for b in self.bypasses)]
                 cure = (
-                    f"cuts that lose nothing lie behind the layers {free}: choose layer counts by partition=[...]"
+                    f"cuts that lose nothing lie after the layers {free}: choose layer counts by partition=[...]"
                     if free
                     else "no cut of this layer list is free of it: use pipeline_parallel_size=1, or pass the value "
                     "along in the layers' own outputs"
                 )
                 more = f" (and {len(lost) - 1} more such values)" if len(lost) > 1 else ""
                 raise UnsupportedModuleError(
-                    f"cutting {self.layers} behind layer {cut} would lose {lost[0].what}{more}; {cure}"
+                    f"cutting {self.layers} after layer {cut} would lose {lost[0].what}{more}; {cure}"
                 )
 
     def check_chunks(self, stages_of_rank: int) -> None:

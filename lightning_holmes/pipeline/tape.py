@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_torch
@@ -32,7 +32,7 @@ from lightning_holmes.torch_private import (
     TorchDispatchMode,
     fake_mode_of,
     operator_name,
-    shared_out_locally,
+    sharded_locally,
     without_modes,
     written_arguments,
 )
@@ -54,9 +54,9 @@ class _Operation:
     written: set[int]
 
 
-def is_absent(tensor: Tensor) -> bool:
+def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor, or the part of it on this rank, has no values: a fake one, or one on the meta device."""
-    tensor = sharded.local_part(tensor)
+    tensor = dtensor.local_part(tensor)
     return tensor.is_meta or fake_mode_of(tensor) is not None
 
 
@@ -80,13 +80,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Tensors made inside take no memory. Those that are shared out over a mesh are so by each rank for itself."""
-        with shared_out_locally(is_absent) if dist.is_initialized() else nullcontext(), self.mode, self:
+        """Tensors made inside take no memory. Those that are sharded over a mesh are so by each rank for itself."""
+        with sharded_locally(is_fake) if dist.is_initialized() else nullcontext(), self.mode, self:
             yield
 
     def key(self, tensor: Tensor) -> int:
         """What identifies a tensor's memory; of a sharded one, that of its part on this rank."""
-        return id(sharded.local_part(tensor).untyped_storage())
+        return id(dtensor.local_part(tensor).untyped_storage())
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the tensor's memory its name, unless it has one; of a sharded one also the memory it is a part of."""
@@ -101,7 +101,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keys(self, tensor: Tensor) -> list[int]:
         """A tensor's memory; of a sharded one also what it was copied from, up to the whole tensor."""
         keys = [self.key(tensor)]
-        while sharded.is_sharded(tensor) and keys[-1] in self._history:
+        while dtensor.is_dtensor(tensor) and keys[-1] in self._history:
             operation = self._operations[self._history[keys[-1]][0]]
             if operator_name(operation.function) not in _COPIES or self.key(operation.args[0]) in keys:
                 break
@@ -111,10 +111,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tree.tensors_of((args, kwargs))
-        if any(map(sharded.is_sharded, inputs)):
+        if any(map(dtensor.is_dtensor, inputs)):
             return NotImplemented  # what it does to the parts comes here again
-        absent = [t for t in inputs if is_absent(t)]
-        if inputs and not absent:
+        fake = [t for t in inputs if is_fake(t)]
+        if inputs and not fake:
             with without_modes():
                 return func(*args, **kwargs)
         if any(tag in func.tags for tag in _NEEDS_VALUES):
@@ -122,7 +122,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args, kwargs = tree.map_tensors(self._value, (args, kwargs))
                 return func(*args, **kwargs)
         written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
-        if any(not is_absent(t) for t in written):
+        if any(not is_fake(t) for t in written):
             raise UnsupportedModuleError(
                 f"{operator_name(func)} writes values that are not there yet into a real tensor"
             )
@@ -137,7 +137,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._history.setdefault(key, []).append(index)
             self._kept += [t.untyped_storage() for t in (*results, *written)]
             # views: the tensors themselves may be given other memory, by .data or Module.to
-            args, kwargs, kept = tree.map_tensors(_view_of_absent, (args, kwargs, results))
+            args, kwargs, kept = tree.map_tensors(_view_of_fake, (args, kwargs, results))
             self._operations.append(_Operation(func, tuple(args), dict(kwargs), kept, made, changed))
         return output
 
@@ -146,12 +146,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def realise(self, tensor: Tensor) -> Tensor:
         """A real tensor with the values that the recorded operators give this one; one that is real is returned. Of a
         sharded one, this rank's part."""
-        tensor = sharded.local_part(tensor)
+        tensor = dtensor.local_part(tensor)
         with without_modes(), torch.no_grad(), preserved_random_state(self.device):
             return self._value(tensor)
 
     def _value(self, tensor: Tensor) -> Tensor:
-        if not is_absent(tensor):
+        if not is_fake(tensor):
             return tensor
         memory: dict[int, torch.UntypedStorage] = {}
         for index in sorted(self._needed(self.key(tensor))):
@@ -177,8 +177,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if index not in needed:
                     needed.add(index)
                     operation = self._operations[index]
-                    absent = [t for t in tree.tensors_of((operation.args, operation.kwargs)) if is_absent(t)]
-                    waiting += [(self.key(t), index) for t in absent]
+                    fake = [t for t in tree.tensors_of((operation.args, operation.kwargs)) if is_fake(t)]
+                    waiting += [(self.key(t), index) for t in fake]
         return needed
 
     def _overwrites(self, operation: _Operation, key: int) -> bool:
@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seed_torch(derive_seed(self.seed, *parts), self._place(operation.results[0]))
 
     def _view(self, tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> Tensor:
-        if not is_absent(tensor):
+        if not is_fake(tensor):
             return tensor
         storage = memory.get(self.key(tensor))
         if storage is None:
@@ -230,5 +230,5 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.device if tensor.device.type == "meta" else tensor.device
 
 
-def _view_of_absent(tensor: Tensor) -> Tensor:
-    return tensor.detach() if is_absent(tensor) else tensor
+def _view_of_fake(tensor: Tensor) -> Tensor:
+    return tensor.detach() if is_fake(tensor) else tensor

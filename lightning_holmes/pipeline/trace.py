@@ -29,7 +29,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_holmes.comm import sharded
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import (
@@ -122,8 +122,8 @@ class Tracer:
         self.uses: list[Use] = []
         self.sharded_outputs: set[tuple[int, int]] = set()
         mesh = module.device_mesh
-        has_axis = mesh is not None and sharded.AXIS in (mesh.mesh_dim_names or ())
-        self.tensor_ranks = mesh[sharded.AXIS].mesh.tolist() if mesh is not None and has_axis else None
+        has_axis = mesh is not None and dtensor.AXIS in (mesh.mesh_dim_names or ())
+        self.tensor_ranks = mesh[dtensor.AXIS].mesh.tolist() if mesh is not None and has_axis else None
 
     # sources and storages
 
@@ -134,7 +134,7 @@ class Tracer:
     def key(self, tensor: Tensor) -> int:
         """What identifies a tensor's memory while ``pinned`` keeps it alive; 0 if it has none."""
         try:
-            storage = sharded.memory_of(tensor).untyped_storage()
+            storage = dtensor.memory_of(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return 0
         return storage.data_ptr()
@@ -218,7 +218,7 @@ class Tracer:
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
-        # Under a dispatch mode torch.compile gives a function up for good: the steps behind this one would run uncompiled.
+        # Under a dispatch mode torch.compile gives a function up for good: the steps after this one would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
         with grad, eager, FollowValues(self), FollowPython(self), context() if context is not None else nullcontext():
             output = step(*arguments)
@@ -276,7 +276,7 @@ class Tracer:
             self.paused = True
             leaves = [leaf.clone() for leaf in leaves]
             self.paused = False
-            self.sharded_outputs |= {(index, n) for n, leaf in enumerate(leaves) if sharded.is_sharded(leaf)}
+            self.sharded_outputs |= {(index, n) for n, leaf in enumerate(leaves) if dtensor.is_dtensor(leaf)}
             for number, leaf in enumerate(leaves):
                 self.mark(leaf, self.new_source("output", index, number), replace=True)
                 self.output_keys[self.key(leaf)] = index, number

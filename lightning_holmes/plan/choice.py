@@ -3,7 +3,7 @@
     choice = choose_by_costs(options, cost_model, layout, batch_size=32)
     choice.partition, choice.schedule, choice.num_microbatches, choice.prediction.step_s
 
-Every candidate is simulated (plan/simulator.py): there are few, since the layout is settled. Without costs, layers are dealt
+Every candidate is simulated (plan/simulator.py): there are few, since the layout is settled. Without costs, layers are assigned
 by count and a pipeline rank gets four microbatches. Pure: plain data in, plain data out.
 """
 
@@ -123,10 +123,10 @@ def choose_by_costs(
     notes: list[str] = []
     for run in _runs(options, layout, batch_size, num_layers, not_interleaved is None):
         try:
-            partition = _deal(options, cost_model, run, limit_memory=True)
+            partition = _fill_buckets(options, cost_model, run, limit_memory=True)
         except NothingFitsError as error:
             lacking.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
-            partition = _deal(options, cost_model, run, limit_memory=False)
+            partition = _fill_buckets(options, cost_model, run, limit_memory=False)
         except ConfigurationError as error:
             trouble = trouble or error
             continue
@@ -174,15 +174,15 @@ def choose_by_costs(
             entry[0].num_microbatches,
         ),
     )
-    dealt = best  # what others are compared with: their layers have not been moved either
+    unrefined = best  # what others are compared with: their layers have not been moved either
     if options.partition == "self_adapting":
-        best = refine(cost_model, dealt)
+        best = refine(cost_model, unrefined)
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_partition_note(options, cost_model, run, best, described))
     if options.num_microbatches == "auto":
-        notes.append(_microbatch_note(run, dealt, found, gain))
+        notes.append(_microbatch_note(run, unrefined, found, gain))
     if options.schedule == "auto":
-        notes.append(_schedule_note(run, dealt, found, not_interleaved))
+        notes.append(_schedule_note(run, unrefined, found, not_interleaved))
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
     return Choice(
         partition=best.partition,
@@ -256,7 +256,7 @@ def microbatch_counts(size: int, batch_size: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _deal(options: PlanOptions, cost_model: CostModel, run: RunShape, *, limit_memory: bool) -> Partition:
+def _fill_buckets(options: PlanOptions, cost_model: CostModel, run: RunShape, *, limit_memory: bool) -> Partition:
     stages, num_layers = run.layout.pipeline * run.num_chunks, cost_model.model.num_layers
     by_rank = cost_model.speeds(run.layout)
     speeds = [by_rank[stage % run.layout.pipeline] for stage in range(stages)]

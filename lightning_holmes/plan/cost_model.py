@@ -137,7 +137,7 @@ class CostModel:
         """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
         return tuple(speed * layout.tensor for speed in self.facts(layout).speeds)
 
-    def is_sharded(self, layout: Layout) -> bool:
+    def is_dtensor(self, layout: Layout) -> bool:
         """Whether replicas share the optimizer's states. "auto" is decided as a run does, for layers by count. Cached."""
         if layout not in self._sharded:
             wanted = self.training.sharded_optimizer
@@ -212,7 +212,7 @@ class CostModel:
         layout, training = run.layout, self.training
         model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
-        sharded, memory = self.is_sharded(layout), self.memory(run)
+        sharded, memory = self.is_dtensor(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
         byte_s = tuple(training.byte_s * min(facts.speeds) / speed for speed in facts.speeds)
@@ -295,7 +295,7 @@ class CostModel:
             if group.num_hosts > 1:
                 # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                moved = sum(self._carried(group, trained, self.is_sharded(layout))) / 2
+                moved = sum(self._carried(group, trained, self.is_dtensor(layout))) / 2
                 here = sent.setdefault(group.channel.transport, Counter())
                 for column in range(layout.tensor):
                     for host in set(devices[:, column].tolist()):
@@ -327,7 +327,7 @@ class CostModel:
         return RankMemory(
             training=self.training,
             tensor=layout.tensor,
-            shards=layout.data if self.is_sharded(layout) else 1,
+            shards=layout.data if self.is_dtensor(layout) else 1,
             recomputation=run.recomputation,
         )
 

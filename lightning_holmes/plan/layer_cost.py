@@ -45,7 +45,7 @@ class LayerCost:
     """What one layer (or what runs before or after the layers) costs for one microbatch.
 
     forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: those
-    of them that train (all, by default). activation_bytes: what crosses the cut behind the layer, one way.
+    of them that train (all, by default). activation_bytes: what crosses the cut after the layer, one way.
     held_bytes: what is kept from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
     grow with the microbatch (launching kernels, Python), whatever the unit.
     """
@@ -91,9 +91,9 @@ class ModelCost:
     """The costs of a module for a microbatch of microbatch_samples samples.
 
     before: what runs ahead of the layers (embedding; its activation_bytes are the first layer's input).
-    after: what runs behind them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
+    after: what runs after them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
     they are counted in each, and their gradients are summed between the first and the last stage.
-    forbidden_cuts: layers behind which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
+    forbidden_cuts: layers after which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
     activation_itemsize: bytes of a trained parameter's element, and of one of what crosses cuts; means, where types mix.
     layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
     """
@@ -128,7 +128,7 @@ class ModelCost:
         for cut in self.forbidden_cuts:
             if not 0 <= check_count(cut, "forbidden_cuts", minimum=0) < len(self.layers) - 1:
                 raise ConfigurationError(
-                    f"forbidden_cuts={list(self.forbidden_cuts)}: {cut} is not the index of a layer with another behind it"
+                    f"forbidden_cuts={list(self.forbidden_cuts)}: {cut} is not the index of a layer with another after it"
                 )
 
     @property
@@ -198,7 +198,7 @@ class ModelCost:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> ModelCost:
-        """Read what to_data wrote. Raises ConfigurationError for unknown keys, missing ones and bad numbers."""
+        """Read what to_data wrote. Raises ConfigurationError for unknown keys, non-local ones and bad numbers."""
         values = _known(cls, data)
         for key in ("before", "after"):
             if key in values:

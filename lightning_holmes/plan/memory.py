@@ -27,7 +27,7 @@ class RankMemory:
 
     Attributes:
         tensor: the tensor-parallel size.
-        shards: parts into which the optimizer's states are divided.
+        shards: parts into which the optimizer's states are sharded.
         recomputation: layers run again in their backward.
     """
 

@@ -53,7 +53,7 @@ class Partition:
 
     @property
     def cuts(self) -> frozenset[int]:
-        """The layers behind which a stage ends and another begins."""
+        """The layers after which a stage ends and another begins."""
         return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 
     def layers_of(self, stage: int) -> range:

@@ -5,7 +5,7 @@
     result.runners_up[0].reason        # "1.12x slower: ..."
 
 How: every candidate gets a lower bound of its step (all work on all devices, and its reductions), in the order of
-which it is looked at: its layers are dealt, its memory checked, its step estimated by a closed form. Candidates
+which it is looked at: its layers are assigned, its memory checked, its step estimated by a closed form. Candidates
 whose bound is above the best estimates are never looked at. The best few are simulated, and the fastest of them wins;
 between plans within _NEARLY of each other the one with the simpler set-up does (no recomputation, fewer
 chunks, smaller tensor and pipeline sizes). The winner's layers are moved where that makes it faster still (refining.py).
@@ -65,7 +65,7 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan and the ones behind it. left_out: why candidates were not looked at, and how many.
+    """The best plan and the ones after it. left_out: why candidates were not looked at, and how many.
 
     memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
     """
@@ -122,7 +122,7 @@ def _search(cost_model: CostModel, space: SearchSpace, *, limit_memory: bool = T
             left_out["cannot be faster than the plans listed, by its lower bound"] += len(candidates) - index
             break
         try:
-            partition = _deal(cost_model, candidate.run, space.partition, limit_memory=limit_memory)
+            partition = _fill_buckets(cost_model, candidate.run, space.partition, limit_memory=limit_memory)
         except NothingFitsError as error:
             left_out["does not fit the memory"] += 1
             lacking.append(Lack(run=candidate.run, excess_bytes=error.excess_bytes, rank=error.rank))
@@ -229,7 +229,9 @@ def _lower_bound(cost_model: CostModel, run: RunShape) -> float:
     return run.num_microbatches * _total_work(model) / sum(cost_model.speeds(run.layout))
 
 
-def _deal(cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool) -> Partition:
+def _fill_buckets(
+    cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool
+) -> Partition:
     stages = run.layout.pipeline * run.num_chunks
     layers = cost_model.model.num_layers
     balance = cost_model.balance(run, limit_memory=limit_memory)

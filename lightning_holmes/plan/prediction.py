@@ -121,7 +121,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         peak_flops_per_s=cost_model.peak_flops_per_s(),
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
-        sharded_optimizer=cost_model.is_sharded(run.layout),
+        sharded_optimizer=cost_model.is_dtensor(run.layout),
     )
 
 

@@ -7,7 +7,7 @@ other rows are predicted.
     fit = fit_efficiencies()
     for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
 
-What physics says, and no row was asked: gradients are reduced in fp32 behind the backward, as Megatron-LM does for bf16
+What physics says, and no row was asked: gradients are reduced in fp32 after the backward, as Megatron-LM does for bf16
 (its arguments.py: "bfloat16 requires gradient accumulation and all-reduce to be done in fp32"); its 1F1B waits for every
 transfer between stages where it stands; cards and NVLink run at their stated rates; before FlashAttention (2022) the scores
 of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at the rate of the data sheet.

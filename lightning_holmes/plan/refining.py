@@ -40,7 +40,7 @@ def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
 
 
 def _moved(partition: Partition, forbidden_cuts: tuple[int, ...]) -> Iterator[Partition]:
-    """Every partition in which one layer has gone to the stage before or behind its own."""
+    """Every partition in which one layer has gone to the stage before or after its own."""
     counts = partition.layer_counts
     for stage in range(len(counts) - 1):
         for step in (1, -1):

@@ -200,7 +200,7 @@ def _make_schedule(
 def _with_transfers(
     computes: list[list[Action]], ranks: tuple[int, ...], forward_only: bool, *, ahead: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Put sends behind the computations, receives ahead of them, and the reductions at the end."""
+    """Put sends after the computations, receives ahead of them, and the reductions at the end."""
     # What arrives at a rank from each source, in the order in which the source sends it.
     arriving: list[dict[int, list[Action]]] = [{} for _ in computes]
     for source, order in enumerate(computes):

@@ -5,7 +5,7 @@ the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of i
 rank of the first stage and after_seconds on that of the last.
 Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
 so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
-after_bytes, stay within its limit. No cut lies behind a forbidden layer. Every stage has a layer.
+after_bytes, stay within its limit. No cut lies after a forbidden layer. Every stage has a layer.
 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
     solve(balance).layer_counts      # (6, 4)
@@ -174,7 +174,7 @@ def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
     return np.where(allowed, seconds, np.inf), used
 
 
-def _deal(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
+def _fill_buckets(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
     """Counts that minimise the largest (or with add the summed) segment cost; None if none is finite."""
     size = costs[0].shape[0]
     best = np.full(size, np.inf)
@@ -200,11 +200,11 @@ def _solve_one_chunk(balance: Balance) -> tuple[int, ...] | None:
         if balance.limits is not None:
             seconds = np.where(used <= balance.limits[stage] * _CLOSE, seconds, np.inf)
         costs.append(seconds)
-    counts = _deal(costs, add=False)
+    counts = _fill_buckets(costs, add=False)
     if counts is None:
         return None
     slowest = max(balance.loads(counts)) * _CLOSE
-    even = _deal([np.where(cost <= slowest, cost, np.inf) ** 2 for cost in costs], add=True)
+    even = _fill_buckets([np.where(cost <= slowest, cost, np.inf) ** 2 for cost in costs], add=True)
     return even or counts
 
 
@@ -301,7 +301,7 @@ def _lower_bound(balance: Balance) -> float:
 
 def _start(balance: Balance) -> tuple[int, ...] | None:
     """A partition that evens out the stages, whatever rank they are on."""
-    return _deal([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
+    return _fill_buckets([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
 
 
 def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
@@ -443,7 +443,7 @@ def _nothing_fits(balance: Balance) -> ConfigurationError:
         return _too_much(balance, *_missing_alike(balance))
     if balance.limits is None or _start(balance) is None:
         return ConfigurationError(
-            f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the cuts behind the "
+            f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the cuts after the "
             f"layers {list(balance.forbidden_cuts)}; use fewer stages"
         )
     counts = _start(balance)
@@ -452,7 +452,7 @@ def _nothing_fits(balance: Balance) -> ConfigurationError:
         for stage in range(balance.num_stages):
             seconds, used = _segments(balance, stage)
             costs.append(np.where(np.isinf(seconds), np.inf, used - balance.limits[stage]))
-        counts = _deal(costs, add=False)
+        counts = _fill_buckets(costs, add=False)
     else:
         counts = _improve(balance, counts)
     assert counts is not None

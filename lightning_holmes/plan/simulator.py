@@ -295,7 +295,7 @@ class _Simulation:
             self.pending[rank].append(stage)
             own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0
             if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
-                # nothing is computed behind it: the last part's is taken where the rank waits for it
+                # nothing is computed after it: the last part's is taken where the rank waits for it
                 own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
             return clock + own_s
         self.spans[rank].append(Span("reduce", clock, clock + seconds, stage, -1))

@@ -27,7 +27,7 @@ def choose(seconds: Mapping[str, float]) -> str:
 
 
 def bucket_bytes(total_bytes: float, *, latency_s: float, s_per_byte: float) -> int:
-    """The size of buckets that leaves the least exposed behind a backward.
+    """The size of buckets that leaves the least exposed after a backward.
 
     A reduction of b bytes takes latency_s + b * s_per_byte. The last bucket's bytes have nothing left to hide behind, and
     each of the total_bytes / b buckets costs its latency: b * s_per_byte + total_bytes / b * latency_s is least at the

@@ -6,7 +6,7 @@ same configuration is predicted alike.
     training = make_training(TrainingOptions(compression="bf16"), model, shapes=shapes, batch_samples=512, device="cuda")
     training.gradient_ratio_across       # 0.5 for fp32 parameters
 
-Taken for granted: the optimizer keeps two numbers for each parameter (AdamW) and can be divided among replicas; no hook
+Taken for granted: the optimizer keeps two numbers for each parameter (AdamW) and can be sharded over replicas; no hook
 of the user reads gradients, so that replicas receive sums of their share only.
 """
 
@@ -59,7 +59,7 @@ class Training:
         state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in the weights' type; 6 for
             bf16 weights with fp32 master weights and AdamW).
         least_state_ratio: the same for an optimizer that keeps nothing: 0, or what fp32 master weights take.
-        sharded_optimizer: states, and the update, are divided over replicas; "auto": where a run would do so
+        sharded_optimizer: states, and the update, are sharded over replicas; "auto": where a run would do so
             (sharding_choice.py).
         overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
             optimizer's parameters beside the next forward.

@@ -11,7 +11,7 @@ import lightning
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.checkpoint import CheckpointKeeper, Job
+from lightning_holmes.checkpoint import CheckpointManager, Job
 from lightning_holmes.checkpoint.atomic import sync_file
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import FolderStateDict
@@ -41,7 +41,7 @@ def throughput(folder: str) -> dict[str, list[float]]:
     names = [f"w{r}.{i}" for r in range(size) for i in range(TENSORS)]
     job = Job(rank=rank, size=size)
     about: dict[str, Any] = {"order": names, "parameters": frozenset(names), "plan": "", "dealt": False}
-    keepers = {way: CheckpointKeeper(distributed=True, background=way == "stall") for way in ("save", "stall")}
+    keepers = {way: CheckpointManager(distributed=True, background=way == "stall") for way in ("save", "stall")}
     own, new = Path(folder) / f"plain{rank}.pt", Path(folder) / f"new{rank}.pt"
 
     def plain_in_place() -> None:

@@ -1,4 +1,4 @@
-"""Prints when a process is about to run its first training step, and the loss behind each step."""
+"""Prints when a process is about to run its first training step, and the loss after each step."""
 
 import time
 from typing import Any

@@ -30,7 +30,7 @@ class Windows(Dataset):  # type: ignore[type-arg]
 
 
 class StepClock(Callback):
-    """Seconds from one training batch's start to the next one's, behind what a GPU still had to do."""
+    """Seconds from one training batch's start to the next one's, after what a GPU still had to do."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []

@@ -20,7 +20,7 @@ from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.checkpoint import CheckpointKeeper, Job
+from lightning_holmes.checkpoint import CheckpointManager, Job
 from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
@@ -73,7 +73,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
     draw = random.Random(0)
     good, first, stages = 0, 1, []
     started = time.monotonic()
-    keeper = CheckpointKeeper(distributed=True, background=False)
+    manager = CheckpointManager(distributed=True, background=False)
     while good < KILLS:
         before = set(tmp_path.glob(".saving-*"))
         child = os.fork()
@@ -92,7 +92,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
         stages.append(len(set(tmp_path.glob(".saving-*")) - before))
         found = whole_checkpoints({str(tmp_path / "last.ckpt")}, tmp_path)
         assert found == {str(tmp_path / "last.ckpt")}
-        loaded = keeper.load(Job(), tmp_path / "last.ckpt", weights_only=None)
+        loaded = manager.load(Job(), tmp_path / "last.ckpt", weights_only=None)
         number = loaded["global_step"]
         values = loaded["state_dict"].read_many(loaded["state_dict"])
         assert number >= first - 1 and len(values) == 20

@@ -175,7 +175,7 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     note("file to interleaved", fit(data, "interleaved", ckpt_path=plain))
     save = SaveAt({STEPS - 1: folder_of_file})
     note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
-    # the optimizer divided among replicas: saved so and resumed whole, and the other way round, in either format
+    # the optimizer sharded over replicas: saved so and resumed whole, and the other way round, in either format
     divided = {"sharded_optimizer": True, "bucket_bytes": 5000}
     shares, shares_file = folder / "shares.ckpt", folder / "shares_plain.ckpt"
     save = [SaveAt({MIDDLE: shares})]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_holmes.comm.choice import make_collectives, measure
 from lightning_holmes.comm.collectives import Named, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
-from lightning_holmes.comm.lane import make_lane
 from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
+from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import ConnectionLostError
 from lightning_holmes.plan.placement import Placement
@@ -63,16 +63,16 @@ def everything(_: Any) -> dict[str, Any]:
         collective.sum(summed)
         found["rounded"][name] = summed
     found["powersgd"] = {rank_: power_sgd(groups, rank_) for rank_ in (2, 100)}
-    lane = make_lane(torch.device("cpu"))
+    queue = make_comm_queue(torch.device("cpu"))
     buffer = torch.zeros(2**20)
     began = time.perf_counter()
-    measured = measure(make_collectives(groups), [buffer], groups.whole, lane, budget_s=0.3)
+    measured = measure(make_collectives(groups), [buffer], groups.whole, queue, budget_s=0.3)
     found["measured"] = (dict(measured.seconds), measured.num_bytes, time.perf_counter() - began, float(buffer.sum()))
-    shares = measure({"counted": Counted()}, [buffer], groups.whole, lane, shares=True, budget_s=0.3)
+    shares = measure({"counted": Counted()}, [buffer], groups.whole, queue, shares=True, budget_s=0.3)
     found["shares"] = (dict(shares.seconds), Counted.calls)
     found["board"] = board(rank)
     found["lost"] = [lost(groups, group) for group in (groups.whole, groups.inside, groups.across)]
-    lane.close()
+    queue.close()
     dist.barrier()
     return found
 

@@ -143,7 +143,7 @@ def test_labels_are_not_shifted_twice(tmp_path):
 
 
 def test_replicas_get_contiguous_parts_of_each_batch_of_all(tmp_path):
-    """So that microbatches hold the same samples with any number of replicas, also behind samples that a run has seen."""
+    """So that microbatches hold the same samples with any number of replicas, also after samples that a run has seen."""
     for seen in (0, 8):
         orders = {}
         for replicas in (1, 2, 4):

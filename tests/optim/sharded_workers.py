@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.checkpoint.plain import parameter_group_names
-from lightning_holmes.comm.lane import Lane, make_lane
+from lightning_holmes.comm.queue import CommQueue, make_comm_queue
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
@@ -125,7 +125,7 @@ def gather_into(buffer: GradBuffer, step: int, rank: int, *, shares: bool) -> fr
             for other, part in enumerate(bucket.buffer.chunk(4)):
                 if other != rank:
                     part.fill_(float("nan"))
-    buffer.expose(last=True)
+    buffer.assign_grads(last=True)
     reached = frozenset(n for n, p in buffer.parameters.items() if p.grad is not None)
     for parameter in buffer.parameters.values() if shares else ():
         parameter.grad = None
@@ -138,18 +138,18 @@ def gather_parts(tensor: Tensor) -> None:
 
 def divide(
     module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
-) -> tuple[GradBuffer, Lane, ShardedOptimizer]:
+) -> tuple[GradBuffer, CommQueue, ShardedOptimizer]:
     """``optimizer`` over four replicas, with a buffer that has the parameters in this order, laid out."""
     groups = parameter_group_names(module, optimizer)
     buffer = GradBuffer(parameters, flat=True, data_parallel_size=4, bucket_bytes=200)
     buffer.begin()
     buffer.end()
-    lane = make_lane(torch.device("cpu"))
+    queue = make_comm_queue(torch.device("cpu"))
     world = dist.group.WORLD
     shards = ShardedOptimizer(
-        optimizer, groups, buffer, world, found, lane, replicas=world, gather=gather_parts, lazily=True, **options
+        optimizer, groups, buffer, world, found, queue, replicas=world, gather=gather_parts, lazily=True, **options
     )
-    return buffer, lane, shards
+    return buffer, queue, shards
 
 
 def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None:
@@ -160,7 +160,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     found = test_separability(optimizer, torch.device("cpu"))
     assert found.level == level, (name, found)
     parameters = dict(reversed(list(module.named_parameters())))
-    buffer, lane, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
+    buffer, queue, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
     shards.watch(module)
     held = list(optimizer.param_groups)
     for step in range(STEPS):
@@ -192,7 +192,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     dist.all_gather_object(everyone, sorted(mine))
     assert sorted(n for part in everyone for n in part) == sorted(expected), "each state on one rank"
     shards.close()
-    lane.close()
+    queue.close()
     buffer.close()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 
@@ -205,7 +205,7 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
     plain, optimizer = make(reference), make(module)
     found = test_separability(optimizer, torch.device("cpu"))
     parameters = dict(module.named_parameters())
-    buffer, lane, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
+    buffer, queue, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
     for step in range(STEPS):
         if step == 3:  # somebody writes to the parameters
             module.first.weight.data.mul_(0.3)
@@ -230,7 +230,7 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
         # only what was never stepped is as it was rounded
         assert torch.equal(master, master.bfloat16().float()) == (name == "never") or master.numel() < 2
     shards.close()
-    lane.close()
+    queue.close()
 
 
 def run_all(payload: Any) -> list[str]:

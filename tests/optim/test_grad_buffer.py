@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_holmes.comm.lane import make_lane
+from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 
@@ -24,7 +24,7 @@ def gathered(dtype: torch.dtype, flat: bool, batches: int) -> tuple[nn.Linear, G
         assert all(p.grad is None for p in module.parameters())
         module.zero_grad(set_to_none=False)
         buffer.seal()
-        buffer.expose(last=batch == batches - 1)
+        buffer.assign_grads(last=batch == batches - 1)
     return module, buffer, plain
 
 
@@ -53,7 +53,7 @@ def test_a_new_window_starts_from_zero() -> None:
         module(part).square().sum().backward()
     buffer.end()
     buffer.seal()
-    buffer.expose(last=True)
+    buffer.assign_grads(last=True)
     torch.testing.assert_close(module.weight.grad, first)
 
 
@@ -64,10 +64,10 @@ def test_parameters_that_nothing_reached_keep_no_gradient(flat: bool) -> None:
     buffer.begin()
     module["used"](torch.ones(1, 2)).sum().backward()
     buffer.end()
-    sync = GradSync(buffer, None, None, make_lane(torch.device("cpu")))
+    sync = GradSync(buffer, None, None, make_comm_queue(torch.device("cpu")))
     sync.start_grad_sync()
     sync.finish_grad_sync()
-    buffer.expose(last=True)
+    buffer.assign_grads(last=True)
     assert module["unused"].weight.grad is None and module["used"].weight.grad is not None
 
 
@@ -81,7 +81,7 @@ def test_thawing_a_parameter_builds_the_buffer_anew() -> None:
         module(torch.ones(1, 2)).sum().backward()
         buffer.end()
         buffer.seal()
-        buffer.expose(last=True)
+        buffer.assign_grads(last=True)
         assert (module[0].weight.grad is not None) == thawed
 
 
@@ -96,7 +96,7 @@ def test_thawing_does_not_bring_back_what_only_an_earlier_window_reached() -> No
         sum(module[name](torch.ones(1, 2)).sum() for name in names).backward()
         buffer.end()
         buffer.seal()
-        buffer.expose(last=True)
+        buffer.assign_grads(last=True)
         assert {name for name in module if module[name].weight.grad is not None} == set(names)
 
 
@@ -168,7 +168,7 @@ def test_gradients_that_autograd_did_not_accumulate(flat: bool) -> None:
             buffer.add(name, gradient)
     buffer.end()
     buffer.seal()
-    buffer.expose(last=True)
+    buffer.assign_grads(last=True)
     assert module.weight.grad.tolist() == [[2.0] * 3] * 2 and module.bias.grad.tolist() == [2.0] * 2
 
 

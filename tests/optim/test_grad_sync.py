@@ -1,4 +1,4 @@
-"""When buckets are reduced, and in which order; with a lane and a collective that only take notes."""
+"""When buckets are reduced, and in which order; with a queue and a collective that only take notes."""
 
 import copy
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def run(buffer: GradBuffer, sync: GradSync, loss: Callable[[], Tensor], *, last:
     if last:
         sync.start_grad_sync()
         sync.finish_grad_sync()
-    buffer.expose(last=last)
+    buffer.assign_grads(last=last)
 
 
 def test_buckets_start_in_the_last_backward_one_after_the_other() -> None:
@@ -88,7 +88,7 @@ def test_buckets_start_in_the_last_backward_one_after_the_other() -> None:
     assert twins.order == []
     run(buffer, sync, lambda: module(torch.ones(1, 2)).sum())
     assert twins.order == [("2.weight",), ("1.weight",), ("0.weight",)]
-    assert at[-1] == 1, "the bucket behind was not on its way when the backward came here"
+    assert at[-1] == 1, "the bucket after was not on its way when the backward came here"
     plain = torch.autograd.grad(module(torch.ones(1, 2)).sum(), module[0].weight)[0]
     torch.testing.assert_close(module[0].weight.grad, 2 * 6 * plain)
 

@@ -1,4 +1,4 @@
-"""Parameters under way: each reader waits for what it reads, and for no more. One process; the lane is opened by hand."""
+"""Parameters under way: each reader waits for what it reads, and for no more. One process; the queue is opened by hand."""
 
 import copy
 import pickle
@@ -24,17 +24,17 @@ class HeldLane:
 
     def start(self, function: Callable[[], None], name: str | None = None) -> Any:
         number, self.started = self.started, self.started + 1
-        lane = self
+        queue = self
 
-        class Ticket:
+        class Work:
             def wait(self) -> None:
                 function()
-                lane.done.append(number)
+                queue.done.append(number)
 
             def seconds(self) -> float | None:
                 return None
 
-        return Ticket()
+        return Work()
 
     def close(self) -> None:
         pass
@@ -64,18 +64,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ParameterGathe
         Extent(names=("0.weight", "0.bias"), sizes=(9, 3), numel=12),
         Extent(names=("2.weight",), sizes=(3,), numel=4),
     ]
-    lane = HeldLane()
+    queue = HeldLane()
     gather = ParameterGather(
         parameters,
         extents,
         cut_by_elements(extents, 1),
         object(),
-        lane,
+        queue,
         gather=lambda t: t.fill_(7.0),
         lazily=True,  # type: ignore[arg-type]
     )
     gather.watch(module)
-    return module, gather, lane
+    return module, gather, queue
 
 
 READERS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -96,34 +96,34 @@ READERS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("reader", list(READERS))
 def test_a_reader_waits_for_its_bucket_only(made: Any, reader: str) -> None:
-    module, gather, lane = made
+    module, gather, queue = made
     gather.start()
-    assert lane.started == 3 and not lane.done
+    assert queue.started == 3 and not queue.done
     READERS[reader](module[0])
-    assert lane.done == [1] and type(module[0].weight) is nn.Parameter
+    assert queue.done == [1] and type(module[0].weight) is nn.Parameter
     assert type(module[1].weight) is not nn.Parameter and isinstance(module[1].weight, nn.Parameter)
     if reader != "write":
         assert torch.equal(module[0].weight.detach(), torch.full((3, 3), 7.0))
     gather.finish()
-    assert sorted(lane.done) == [0, 1, 2] and all(type(p) is nn.Parameter for p in module.parameters())
+    assert sorted(queue.done) == [0, 1, 2] and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def test_what_reads_no_value_does_not_wait(made: Any) -> None:
-    module, gather, lane = made
+    module, gather, queue = made
     gather.start()
     weight = module[0].weight
     weight.grad = torch.zeros(3, 3)
     assert weight.shape == (3, 3) and weight.dtype == torch.float32 and weight.requires_grad and weight.numel() == 9
     assert weight.grad is not None and weight in {weight} and weight.is_leaf
     module.zero_grad()
-    assert not lane.done
+    assert not queue.done
 
 
 def test_a_module_of_the_users_waits_before_it_runs(made: Any) -> None:
-    module, gather, lane = made
+    module, gather, queue = made
     gather.start()
     module[2](torch.ones(1))
-    assert module[2].seen is nn.Parameter and lane.done == [0]  # the last bucket is first in the forward
+    assert module[2].seen is nn.Parameter and queue.done == [0]  # the last bucket is first in the forward
 
 
 def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None:
@@ -136,10 +136,10 @@ def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None
 
 
 def test_a_failed_run_waits_for_nothing(made: Any) -> None:
-    module, gather, lane = made
+    module, gather, queue = made
     gather.start()
     gather.abandon()
-    assert not lane.done and all(type(p) is nn.Parameter for p in module.parameters())
+    assert not queue.done and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def test_compiled_modules_are_not_gathered_lazily() -> None:

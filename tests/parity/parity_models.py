@@ -38,7 +38,7 @@ class Sgd(pl.LightningModule):
 
 
 class Classifier(Sgd):
-    """Classifies ``batch["x"]`` as ``batch["y"]``; logs before and behind the model, a step's and an epoch's values."""
+    """Classifies ``batch["x"]`` as ``batch["y"]``; logs before and after the model, a step's and an epoch's values."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.log("train_input", batch["x"].float().mean(), batch_size=len(batch["y"]))

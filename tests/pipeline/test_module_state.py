@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_holmes.comm.edges import LocalEdges, LocalMailbox
+from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.partition import Partition
@@ -23,7 +23,7 @@ class Keeper(LightningModule):
 
 def state_of(module: LightningModule) -> ModuleState:
     pipeline = PipelineModule(module, None, Partition((1,)), [0], torch.device("cpu"))
-    return ModuleState(pipeline, LocalEdges(0, 2, LocalMailbox()), torch.device("cpu"))
+    return ModuleState(pipeline, LocalP2P(0, 2, LocalMailbox()), torch.device("cpu"))
 
 
 def test_a_new_tensor_in_a_freed_ones_place_is_a_change() -> None:

@@ -265,7 +265,7 @@ def test_operators_may_be_charged_a_time_of_their_own() -> None:
     charged = profile_step(Stack(), (torch.randn(5, 3), 0), operator_s=1e-3)
     assert all(layer.fixed_forward_s == 0 for layer in plain.layers)
     seconds = [layer.fixed_forward_s for layer in charged.layers]
-    # a product, and the relu behind it, which is no layer's own; views cost nothing
+    # a product, and the relu after it, which is no layer's own; views cost nothing
     assert seconds == pytest.approx([2e-3, 2e-3, 2e-3, 1e-3])
     assert [layer.fixed_backward_s for layer in charged.layers] == pytest.approx([2 * s for s in seconds])
     assert [layer.forward for layer in charged.layers] == [layer.forward for layer in plain.layers]

@@ -48,7 +48,7 @@ def two_inputs_one_unused(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[T
 
 
 def hooked(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
-    """A hook of the user on what a matrix gives changes the gradient for all that lies behind it, once."""
+    """A hook of the user on what a matrix gives changes the gradient for all that lies after it, once."""
     hidden = x[0] @ p["a"]
     hidden.register_hook(lambda gradient: -3.0 * gradient)
     first, second = (torch.tanh(hidden) @ p["b"]).chunk(2, dim=-1)

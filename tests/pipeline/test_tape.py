@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.pipeline.deferred import DeferredModule, has_absent_tensors
-from lightning_holmes.pipeline.tape import Tape, is_absent
+from lightning_holmes.pipeline.deferred import DeferredModule, has_fake_tensors
+from lightning_holmes.pipeline.tape import Tape, is_fake
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,9 @@ def deferred(seed: int = 3) -> tuple[DeferredModule, Parts]:
 
 def built(names: set[str] | None, seed: int = 3) -> dict[str, Tensor]:
     made, module = deferred(seed)
-    assert all(is_absent(p) for p in module.parameters())
+    assert all(is_fake(p) for p in module.parameters())
     made.materialise({n for n, _ in module.named_parameters()} if names is None else names)
-    assert not has_absent_tensors(module)
+    assert not has_fake_tensors(module)
     return {n: t.detach() for n, t in module.state_dict().items()}
 
 
@@ -74,10 +74,10 @@ def test_what_a_rank_lacks_is_nan_in_no_memory() -> None:
 def test_stand_ins_run_and_go_away() -> None:
     made, module = deferred()
     with made.stand_ins():
-        assert not has_absent_tensors(module)
+        assert not has_fake_tensors(module)
         assert module.tied.weight is module.table.weight
         assert module.first(torch.ones(2, 6)).isfinite().all()
-    assert all(is_absent(p) for p in module.parameters())
+    assert all(is_fake(p) for p in module.parameters())
 
 
 def test_weights_read_from_elsewhere_are_taken_and_their_shapes_compared() -> None:

@@ -57,7 +57,7 @@ def test_numbers_that_are_refused(key: str, value: object) -> None:
         ({"unit": "watts"}, "unit='watts'"),
         ({"layers": ()}, "at least one layer"),
         ({"microbatch_samples": 0}, "microbatch_samples=0"),
-        ({"forbidden_cuts": (2,)}, "another behind it"),
+        ({"forbidden_cuts": (2,)}, "another after it"),
         ({"shared_bytes": math.nan}, "shared_bytes=nan"),
         ({"tokens_per_sample": 0.5}, "tokens_per_sample=0.5"),
     ],

@@ -252,7 +252,7 @@ def test_ten_thousand_ranks_take_less_than_a_second(hosts: list[tuple[int, Seque
 def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
     """A topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows.
 
-    Hosts of a cluster have unlike numbers of devices, and working cards of one fabric each or none; ranks are dealt out
+    Hosts of a cluster have unlike numbers of devices, and working cards of one fabric each or none; ranks are assigned
     at random.
     """
     tensor = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))

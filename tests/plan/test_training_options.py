@@ -63,15 +63,15 @@ def test_a_sharded_optimizer_divides_the_states_and_sends_parameters() -> None:
 
 
 def test_auto_is_what_a_run_would_choose() -> None:
-    assert costs(sharded_optimizer="auto").is_sharded(PIPELINE), "it is not slower"
-    assert not costs(sharded_optimizer="auto").is_sharded(Layout(pipeline=4)), "there is one replica"
+    assert costs(sharded_optimizer="auto").is_dtensor(PIPELINE), "it is not slower"
+    assert not costs(sharded_optimizer="auto").is_dtensor(Layout(pipeline=4)), "there is one replica"
     small = dataclasses.replace(
         MODEL, layers=(dataclasses.replace(LAYER, parameter_bytes=1e6, gradient_bytes=1e6),) * 4
     )
-    assert not costs(small, sharded_optimizer="auto").is_sharded(PIPELINE), "below 64 MiB of states"
+    assert not costs(small, sharded_optimizer="auto").is_dtensor(PIPELINE), "below 64 MiB of states"
     slower = {"sharded_optimizer": "auto", "grad_dtype": "bf16"}  # sums of 2 bytes, parameters of 4
-    assert not costs(**slower).is_sharded(PIPELINE)
-    assert costs(**slower, memory=6.5e9).is_sharded(PIPELINE), "4 GB of states beside 3 GB do not fit"
+    assert not costs(**slower).is_dtensor(PIPELINE)
+    assert costs(**slower, memory=6.5e9).is_dtensor(PIPELINE), "4 GB of states beside 3 GB do not fit"
 
 
 def test_master_weights_are_fp32_and_always_in_shares() -> None:

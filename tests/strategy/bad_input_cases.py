@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_holmes.agreement
+import lightning_holmes.strategy.agreement
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -145,12 +145,12 @@ def _topology(setting: Setting, text: str) -> None:
 
 
 def _other_version(setting: Setting) -> None:
-    own = lightning_holmes.agreement.__version__
-    lightning_holmes.agreement.__version__ = own if RANK == 0 else "0.0.1"
+    own = lightning_holmes.strategy.agreement.__version__
+    lightning_holmes.strategy.agreement.__version__ = own if RANK == 0 else "0.0.1"
     try:
         _fit(setting)
     finally:
-        lightning_holmes.agreement.__version__ = own
+        lightning_holmes.strategy.agreement.__version__ = own
 
 
 _GOOD = "clusters:\n  - name: a\n    hosts:\n      - {name: x, devices: 1}\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from strategy_cases import Classifier, Setting, build, samples
 
-from lightning_holmes.monitoring import TimelineMonitor
+from lightning_holmes.callbacks.timeline import TimelineMonitor
 
 
 def monitored(payload: Any) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def case_finetuning(setting: Setting) -> Any:
             "weights": weights(module),
             "weights again": weights(again),
         }
-        # what is written behind an unfreezing goes on, too
+        # what is written after an unfreezing goes on, too
         late = setting.folder / f"{name}_late.ckpt"
         trainer.save_checkpoint(late)
         last = build(Tuned)
@@ -259,7 +259,7 @@ def case_finetuning(setting: Setting) -> Any:
 
 
 class SaveBehind(pl.Callback):
-    """Saves behind one epoch."""
+    """Saves after one epoch."""
 
     def __init__(self, epoch: int, path: Path) -> None:
         self.epoch, self.path = epoch, path
@@ -364,7 +364,7 @@ class Overflow(nn.Module):
 
 
 def anomaly(payload: dict[str, Any]) -> str:
-    """What a rank's fit ends with when a gradient behind ``payload["block"]`` becomes NaN, or infinite, under detect_anomaly."""
+    """What a rank's fit ends with when a gradient after ``payload["block"]`` becomes NaN, or infinite, under detect_anomaly."""
     module = build(Chosen, adam)
     block = payload["block"]
     module.blocks[block] = (Overflow if payload.get("infinite") else RootOfZero)(module.blocks[block])

@@ -162,7 +162,7 @@ def build(style: str, dropout: float) -> LightningModule:
 
 
 class Watch(Callback):
-    """Losses of the steps, and the norm of the gradient before it is clipped; saves behind the first epoch."""
+    """Losses of the steps, and the norm of the gradient before it is clipped; saves after the first epoch."""
 
     def __init__(self, save: str | None) -> None:
         self.save = save
@@ -187,7 +187,7 @@ class Watch(Callback):
 def train(
     strategy: Any, *, devices: int = 1, style: str = "megatron", dropout: float = 0.0, **options: Any
 ) -> tuple[Trainer, Watch]:
-    """A run of two epochs, clipped by norm, with validation behind each."""
+    """A run of two epochs, clipped by norm, with validation after each."""
     seed_everything(11, verbose=False)
     watch = Watch(options.pop("save", None))
     ckpt_path = options.pop("ckpt_path", None)

@@ -9,8 +9,8 @@ from launch import launch
 from strategy_cases import Classifier, Setting, build, samples
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.callbacks.timeline import TimelineMonitor
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.monitoring import TimelineMonitor
 from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
 
 KINDS = {"forward", "backward", "wait", "reduce", "update", "other"}
@@ -65,7 +65,7 @@ def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, s
         found = {kind: [span for span in row if span.kind == kind] for kind in BESIDE_KINDS}
         reduced = found["bucket_reduce"]
         assert len(reduced) > 2
-        assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(reduced)), "one lane"
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(reduced)), "one queue"
         first = max(span.start_s for span in row if span.kind == "backward")
         waited = max(span.end_s for span in row if span.kind == "reduce")
         assert first < reduced[0].start_s and reduced[-1].end_s <= waited

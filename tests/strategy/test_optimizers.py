@@ -40,7 +40,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two stages, two replicas among which the optimizer is divided; checkpoints as folders."""
+    """Two stages, two replicas among which the optimizer is sharded; checkpoints as folders."""
     holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1, "sharded_optimizer": True, "bucket_bytes": 300}
     payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launch import launch_raw
 
-from lightning_holmes.checkpoint import CheckpointKeeper, Job
+from lightning_holmes.checkpoint import CheckpointManager, Job
 
 ENDLESS = 100_000
 
@@ -93,7 +93,7 @@ def test_sigterm_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(
     first, last = run({"ranks": ranks, "folders": folders}, tmp_path)
     assert first["step"] == last["step"]
     assert first["step"] in (2, 3) if 0 in ranks else first["step"] < ENDLESS / 100
-    saved = CheckpointKeeper(distributed=folders, background=False).load(
+    saved = CheckpointManager(distributed=folders, background=False).load(
         Job(), tmp_path / "told.ckpt", weights_only=None
     )
     assert saved["global_step"] == first["step"] and len(saved["state_dict"]) == 6

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.edges import DistributedEdges, TensorSpec
 from lightning_holmes.comm.mesh import GroupBuilder
+from lightning_holmes.comm.p2p import DistributedP2P, TensorSpec
 
 LEFT, RIGHT = torch.randn(256, 1024), torch.randn(1024, 1024)
 
@@ -38,26 +38,26 @@ def main(num_bytes: int, seconds: float) -> None:
     messages = builder.build((0, 1), "messages", on_host=True)
     assert there is not None and back is not None and messages is not None
     outgoing, incoming = ({1: there}, {1: back}) if rank == 0 else ({0: back}, {0: there})
-    edges = DistributedEdges((0, 1), rank, outgoing=outgoing, incoming=incoming, messages=messages, device=cpu)
+    p2p = DistributedP2P((0, 1), rank, outgoing=outgoing, incoming=incoming, messages=messages, device=cpu)
     spec = TensorSpec((num_bytes // 4,), torch.float32, False)
     found: dict[str, float] = {}
     compute(0.3)
     found["alone"] = compute(seconds) / seconds
-    for ahead in (True, False):  # whether the receive is posted before the computation, or behind it
+    for ahead in (True, False):  # whether the receive is posted before the computation, or after it
         dist.barrier()
         start = time.perf_counter()
         if rank == 0:
-            edges.send(1, [torch.ones(spec.shape)])
+            p2p.send(1, [torch.ones(spec.shape)])
         elif ahead:
-            pending = edges.receive(0, [spec])
-        name = "ahead" if ahead else "behind"
+            pending = p2p.receive(0, [spec])
+        name = "ahead" if ahead else "after"
         found[f"{name}_started"] = time.perf_counter() - start
         found[f"{name}_rate"] = compute(seconds) / seconds
         start = time.perf_counter()
         if rank == 0:
-            edges.finish()
+            p2p.finish()
         else:
-            pending = pending if ahead else edges.receive(0, [spec])
+            pending = pending if ahead else p2p.receive(0, [spec])
             assert bool(pending.wait()[0].eq(1).all())
         found[f"{name}_waited"] = time.perf_counter() - start
     dist.barrier()

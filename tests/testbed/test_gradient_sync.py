@@ -63,5 +63,5 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
     changed = later[-1]
     assert changed["collective"] == "hierarchical" and "instead of" in " ".join(c["reason"] for c in later)
     assert changed["step"] >= int(slowed[0]) + DRIFT_STEPS - 1
-    before, behind = steps[changed["step"] - 12 : changed["step"] - 2], steps[changed["step"] + 1 :]
-    assert sum(behind) / len(behind) < 0.8 * sum(before) / len(before)
+    before, after = steps[changed["step"] - 12 : changed["step"] - 2], steps[changed["step"] + 1 :]
+    assert sum(after) / len(after) < 0.8 * sum(before) / len(before)

@@ -300,8 +300,8 @@ def test_the_state_is_kept_between_commands(tmp_path: Path, capsys: pytest.Captu
     bed_id = f"cli_{os.getpid()}"
 
     def call(*args: str) -> str:
-        before, _, behind = " ".join(args).partition(" -- ")
-        command.main([*before.split(), "--id", bed_id, *(["--", *behind.split()] if behind else [])])
+        before, _, after = " ".join(args).partition(" -- ")
+        command.main([*before.split(), "--id", bed_id, *(["--", *after.split()] if after else [])])
         return capsys.readouterr().out
 
     def row(text: str, host: str, nic: str) -> list[str]:

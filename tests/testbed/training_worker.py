@@ -80,7 +80,7 @@ def listen_and_tell(ports: list[int]) -> None:
 
 
 class Watch(Callback):
-    """Losses of the steps, what went over each interface from the second step on, and who is connected behind the last.
+    """Losses of the steps, what went over each interface from the second step on, and who is connected after the last.
 
     The store, which every rank asks, is not counted.
     """

@@ -16,7 +16,7 @@ from wild import wild_modules
 from wild.wild_modules import CASES, SAMPLES, Case
 
 import lightning_holmes
-from lightning_holmes import rehearsal
+from lightning_holmes.checking import simulated_pipeline as simulated_pipeline
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.partition import make_partition
 
@@ -67,13 +67,15 @@ def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Te
     return total, gradients, dict(module.named_buffers())
 
 
-def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> rehearsal._Cast:
+def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> simulated_pipeline._SimulatedPipeline:
     size, chunks = options.get("pipeline_parallel_size", 2), options.get("num_chunks", 1)
     splitter = BatchSplitter()
-    with rehearsal.attached(module):
-        structure = rehearsal._structure(module, batch, ["training_step"], "auto", splitter)
+    with simulated_pipeline.attached(module):
+        structure = simulated_pipeline._structure(module, batch, ["training_step"], "auto", splitter)
         partition = make_partition(options.get("partition", "uniform"), structure.num_layers, size * chunks)
-        cast = rehearsal._Cast(module, structure, partition, size, options.get("schedule", "1f1b"), chunks, splitter)
+        cast = simulated_pipeline._SimulatedPipeline(
+            module, structure, partition, size, options.get("schedule", "1f1b"), chunks, splitter
+        )
         cast.run("training_step", batch, options.get("num_microbatches", 2))
     return cast
 

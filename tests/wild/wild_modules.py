@@ -1055,7 +1055,7 @@ class ChangingHooks(Wild):
         return x.pow(2).mean()
 
 
-@case("BatchNorm in the head, behind the layers")
+@case("BatchNorm in the head, after the layers")
 class HeadNorm(Wild):
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class TestbedOptions:
         host_cpu_shares: cores of single hosts by name, where they differ.
         rdma_bandwidth_bytes_per_s: stands in for the bandwidth of every InfiniBand and RoCE NIC.
         ethernet_bandwidth_bytes_per_s: stands in for the bandwidth of every Ethernet NIC.
-        cpu_period_s: the share is dealt out anew this often. A short period is closest to a slower core.
+        cpu_period_s: the share is assigned anew this often. A short period is closest to a slower core.
         host_names: processes find the machine called as the host, and its and the others' names in /etc/hosts, with
             their Ethernet addresses. Without it the machine is called as outside, a name that leads nowhere.
         prefix: what the names of namespaces, cgroups and files begin with.

@@ -19,11 +19,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 
+from lightning_holmes.callbacks.timeline import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
 from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
-from lightning_holmes.monitoring import TimelineMonitor
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
 

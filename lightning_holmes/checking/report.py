@@ -1,0 +1,256 @@
+"""What ``check`` found: a plain and a staged run of a step compared value by value, as a table.
+
+rows = compare("training_step", plain, staged, tolerance=1e-5)         # outcomes
+CheckReport(module="GPT", layers="blocks", stages=(2, 2), num_microbatches=4, tolerance=1e-5, rows=rows).print()
+"""
+
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.replay import LogCall, MetricValue
+
+_ROUNDING = 1e-3
+"""In single precision a difference below this may be one of rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step gave, and what it left behind.
+
+    Attributes:
+        output: what it returned.
+        calls: what it logged, in order.
+        gradients: by parameter; empty for a step that does not train.
+        state: buffers, metrics and plain attributes, by name.
+        stages_of: the stages that hold a parameter; none where the module is not cut.
+    """
+
+    output: Any
+    calls: Sequence[LogCall]
+    gradients: Mapping[str, Tensor | None]
+    state: Mapping[str, Any]
+    stages_of: Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One compared thing: what, plain and staged as text, the relative difference, and a reason if it is not equal."""
+
+    step: str
+    what: str
+    plain: str
+    staged: str
+    relative: float
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckReport:
+    """The outcome of :func:`check`."""
+
+    module: str
+    layers: str
+    stages: tuple[int, ...]
+    num_microbatches: int
+    tolerance: float
+    rows: list[Difference] = field(default_factory=list, repr=False)
+    refused: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything compared was equal within the tolerance."""
+        return self.refused is None and all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        """The table, as :meth:`print` shows it."""
+        console = Console(width=120, file=io.StringIO())
+        self.print(console)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
+
+    def print(self, console: Console | None = None) -> None:
+        """Print a table: every loss and log, the worst gradients, and all that differs."""
+        console = console or Console(width=None if Console().is_terminal else 120)
+        if self.refused is not None:
+            console.print(f"[bold red]refused[/]: {self.module} cannot run as this pipeline", highlight=False)
+            console.print(self.refused, highlight=False, markup=False)
+            return
+        table = Table(
+            title=f"{self.module}: {self.layers} as {len(self.stages)} stages of {list(self.stages)} layers, "
+            f"{self.num_microbatches} microbatches",
+            title_justify="left",
+        )
+        for column in ("step", "what", "plain", "staged", "relative difference", ""):
+            table.add_column(column, overflow="fold")
+        for row in self._shown():
+            mark = "[green]equal[/]" if row.ok else f"[bold red]differs[/] {row.reason}"
+            table.add_row(row.step, row.what, row.plain, row.staged, f"{row.relative:.1e}", mark)
+        console.print(table)
+        bad = sum(not row.ok for row in self.rows)
+        verdict = (
+            f"[bold green]exact[/]: {len(self.rows)} values equal within {self.tolerance:g}"
+            if self.ok
+            else f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
+        )
+        console.print(verdict, highlight=False)
+        for note in self.notes:
+            console.print(f"[yellow]note[/]: {escape(note)}", highlight=False)
+
+    def _shown(self) -> list[Difference]:
+        bad = [row for row in self.rows if not row.ok]
+        gradients = sorted((r for r in self.rows if r.ok and r.what.startswith("gradient")), key=lambda r: -r.relative)
+        others = [r for r in self.rows if r.ok and not r.what.startswith(("gradient", "state"))]
+        return others + gradients[:5] + bad[:20]
+
+
+def compare(step: str, plain: Outcome, staged: Outcome, tolerance: float) -> list[Difference]:
+    """A row for everything that the plain run gave, and for what only the staged one did."""
+    rows = _compare_trees(step, "output", plain.output, staged.output, tolerance)
+    names = [c.name for c in plain.calls], [c.name for c in staged.calls]
+    if names[0] != names[1]:
+        rows.append(_missing(step, "logs", names[0], f"logged are {names[1]}"))
+    logs, others = _by_call(plain.calls), _by_call(staged.calls)
+    for name, value in logs.items():
+        if isinstance(value, MetricValue):
+            continue
+        if name not in others:
+            rows.append(_missing(step, f"log {name}", value, "not logged by the staged run"))
+        else:
+            rows += _compare_trees(step, f"log {name}", value, others[name], tolerance)
+    for name in sorted(set(others) - set(logs)):
+        rows.append(_missing(step, f"log {name}", others[name], "logged by the staged run only"))
+    scale = max((float(g.abs().max()) for g in plain.gradients.values() if g is not None and g.numel()), default=0.0)
+    for name, gradient in plain.gradients.items():
+        other = staged.gradients.get(name)
+        what = f"gradient {name}"
+        if gradient is None or other is None:
+            none = (gradient is None or not bool(gradient.any())) and (other is None or not bool(other.any()))
+            if not none:
+                rows.append(_missing(step, what, gradient, "has a gradient in one run only"))
+            continue
+        row = _difference(step, what, gradient, other, tolerance, floor=scale * 1e-4)
+        rows.append(replace(row, reason=_where(staged.stages_of(name), row)))
+    before, after = plain.state, staged.state
+    for name, value in before.items():
+        if name in after:
+            rows += _compare_trees(step, f"state {name}", value, after[name], tolerance)
+        else:
+            rows.append(_missing(step, f"state {name}", value, "no stage of the staged run has it"))
+    return rows
+
+
+def _by_call(calls: Sequence[LogCall]) -> dict[str, Any]:
+    """Logged values by name; after a name's first value its further ones, numbered."""
+    found: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
+    for call in calls:
+        seen[call.name] += 1
+        found[call.name if seen[call.name] == 1 else f"{call.name}, call {seen[call.name]}"] = call.value
+    return found
+
+
+def _where(stages: Sequence[int], row: Difference) -> str:
+    """Why a parameter's gradient differs, as far as can be seen: which stages compute it, and by how little."""
+    if row.ok or not stages:
+        return row.reason
+    place = ("shared by stages " if len(stages) > 1 else "on stage ") + ", ".join(map(str, stages))
+    reason = row.reason.strip("()")
+    if not reason and row.relative < _ROUNDING:
+        reason = "so little may be rounding, as sums are taken in another order; try it in double precision"
+    return f"({place}{': ' if reason else ''}{reason})"
+
+
+def _compare_trees(step: str, what: str, plain: Any, staged: Any, tolerance: float) -> list[Difference]:
+    left, right = tree.flatten(plain), tree.flatten(staged)
+    if len(left[1]) != len(right[1]):
+        return [_missing(step, what, plain, f"{len(left[1])} tensors against {len(right[1])}")]
+    rows = [_difference(step, what, a, b, tolerance) for a, b in zip(left[1], right[1], strict=True)]
+    mine, theirs = _numbers(plain), _numbers(staged)
+    if len(mine) != len(theirs):
+        return [*rows, _missing(step, what, plain, f"{len(mine)} numbers against {len(theirs)}")]
+    for one, other in zip(mine, theirs, strict=True):
+        rows.append(_difference(step, what, torch.as_tensor(one), torch.as_tensor(other), tolerance))
+    return rows
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers and arrays in a tree, in order."""
+    if isinstance(value, (int, float)):
+        return [value] if abs(value) < 2**63 or isinstance(value, float) else [float(value)]
+    if isinstance(value, (np.number, np.ndarray)) and value.dtype.kind in "biufc":
+        return [value]
+    found: list[Any] = []
+    if tree.is_container(value):
+        tree.map_children(lambda _, child: found.extend(_numbers(child)) or child, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def _difference(
+    step: str, what: str, plain: Tensor, staged: Tensor, tolerance: float, floor: float = 0.0
+) -> Difference:
+    if plain.shape != staged.shape:
+        return _missing(step, what, plain, f"shapes {tuple(plain.shape)} and {tuple(staged.shape)}")
+    a, b = _as_double(plain), _as_double(staged)
+    if a.numel() == 0:
+        relative = 0.0
+    else:
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = torch.where(same, torch.zeros_like(a), (a - b).abs())
+        size = max(float(a.nan_to_num().abs().max()), floor, 1e-30)
+        relative = float(gap.max()) / size
+        if math.isnan(relative):
+            relative = math.inf
+    ok = relative <= tolerance
+    reason = ""
+    if not ok:
+        reason = "(NaN: a value does not reach the stage that needs it)" if bool(b.isnan().any()) else ""
+    return Difference(
+        step=step,
+        what=what,
+        plain=_short(plain),
+        staged=_short(staged),
+        relative=relative,
+        ok=ok,
+        reason=reason,
+    )
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
+    return Difference(
+        step=step,
+        what=what,
+        plain=_short(value),
+        staged="",
+        relative=math.inf,
+        ok=False,
+        reason=f"({reason})",
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex() and value.layout is torch.strided:
+            return f"{float(value):.7g}"
+        return f"{list(value.shape)} norm {float(_as_double(value).norm()):.6g}"
+    return str(value)[:40]

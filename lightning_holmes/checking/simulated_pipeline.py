@@ -1,0 +1,350 @@
+"""``check``: a module's steps run plainly and as a pipeline, in one process, and compared.
+
+No network, no trainer: transfers go through memory, everything else is what a real run uses. It is the first
+thing to do with a new module.
+
+    report = lightning_holmes.check(module, batch, pipeline_parallel_size=2, num_microbatches=4)
+    report.print()
+    assert report.ok
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_holmes.checking.report import CheckReport, Outcome, compare
+from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
+from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
+from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.profile import profile_step
+from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
+from lightning_holmes.plan.self_adapting import Balance
+from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
+from lightning_holmes.strategy import admission
+
+_SEED = 20231203
+
+
+def check(
+    module: LightningModule,
+    batch: Any,
+    *,
+    pipeline_parallel_size: int = 2,
+    num_microbatches: int = 2,
+    schedule: ScheduleName = "1f1b",
+    num_chunks: int = 1,
+    layers: str = "auto",
+    partition: Literal["self_adapting", "proportional", "uniform"] | Sequence[int] = "uniform",
+    steps: Iterable[str] = ("training_step", "validation_step"),
+    tolerance: float = 1e-5,
+) -> CheckReport:
+    """Compare a module run plainly with the same module run as a pipeline, on one batch in one process.
+
+    The plain run leaves the module as it is (one that draws random numbers has its layers seeded as in a pipeline). Both
+    run the same microbatches; compared are the loss, every gradient, every
+    logged value, and what the steps leave on the module. The module itself is not changed.
+
+    Args:
+        module: a LightningModule with all its weights, on the device to use.
+        batch: as its loader would give it; the sample is split into ``num_microbatches``.
+        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy; all
+            stages are equally fast here, so that "proportional" is "uniform".
+        steps: which steps to run; those that the module does not define are left out.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Returns:
+        A report; ``report.ok`` says whether all was equal. A module that is refused gives a report with the
+        reason.
+
+    Raises:
+        ConfigurationError: arguments that do not go together.
+    """
+    admission.check_arguments(
+        pipeline_parallel_size=pipeline_parallel_size,
+        num_microbatches=num_microbatches,
+        eval_num_microbatches=1,
+        num_chunks=num_chunks,
+        schedule=schedule,
+        schedules=SCHEDULE_NAMES,
+    )
+    num_chunks = 2 if schedule in V_SHAPED else num_chunks
+    names = [name for name in steps if is_overridden(name, module)]
+    if not names:
+        raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")
+    report = CheckReport(
+        module=type(module).__name__,
+        layers=layers,
+        stages=(),
+        num_microbatches=num_microbatches,
+        tolerance=tolerance,
+    )
+    with attached(module):
+        _check_steps(module, batch, names, report, pipeline_parallel_size, schedule, num_chunks, partition)
+    return report
+
+
+def _check_steps(
+    module: LightningModule,
+    batch: Any,
+    names: Sequence[str],
+    report: CheckReport,
+    pipeline_parallel_size: int,
+    schedule: str,
+    num_chunks: int,
+    partition: Any,
+) -> None:
+    layers, num_microbatches, tolerance = report.layers, report.num_microbatches, report.tolerance
+    try:
+        admission.check_module(module, fitting="training_step" in names)
+        splitter = BatchSplitter()
+        if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
+            splitter.split(batch, num_microbatches)
+        structure = _structure(module, batch, names, layers, splitter)
+        stages = _fill_buckets(module, batch, structure, splitter, partition, pipeline_parallel_size, num_chunks)
+        report.layers, report.stages = structure.layers, stages.layer_counts
+        structure.check_partition(stages)
+        if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
+            arguments = (0,) * (admission.step_arguments(module, "training_step") - 1)
+            note = describe_batch_dependence(module, batch, arguments, splitter)
+            report.notes += [] if note is None else [note]
+        for name in names:
+            count = num_microbatches if name == "training_step" else 1
+            plain = _reference(module, structure, name, batch, count, splitter)
+            staged = _SimulatedPipeline(
+                module, structure, stages, pipeline_parallel_size, schedule, num_chunks, splitter
+            )
+            staged.run(name, batch, count)
+            report.rows += compare(name, plain.outcome(name), staged.outcome(name), tolerance)
+    except HolmesError as reason:
+        report.refused = str(reason)
+
+
+def _fill_buckets(
+    module: LightningModule,
+    batch: Any,
+    structure: ModuleStructure,
+    splitter: BatchSplitter,
+    partition: Any,
+    size: int,
+    num_chunks: int,
+) -> Partition:
+    """The layers of each stage."""
+    if partition != "self_adapting":
+        rule = "uniform" if partition == "proportional" else partition
+        return make_partition(rule, structure.num_layers, size * num_chunks)
+    samples = splitter.batch_size(batch)
+    small = splitter.split(batch, -(-samples // 2))[0]
+    arguments = (small, *([0] * (admission.step_arguments(module, "training_step") - 1)))
+    cost = profile_step(module, arguments, structure=structure)
+    row = tuple(layer.forward + layer.backward for layer in cost.layers)
+    balance = Balance(
+        seconds=(row,) * size,
+        before_seconds=cost.before.forward + cost.before.backward,
+        after_seconds=cost.after.forward + cost.after.backward,
+        num_chunks=num_chunks,
+        forbidden_cuts=cost.forbidden_cuts,
+    )
+    return make_partition(partition, structure.num_layers, size * num_chunks, balance=balance)
+
+
+@contextmanager
+def attached(module: LightningModule) -> Iterator[None]:
+    """Give a module without a trainer one that does nothing, for steps that ask it something."""
+    if module._trainer is not None:
+        yield
+        return
+    chatter = logging.getLogger("lightning.pytorch")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
+    try:
+        module._trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=DummyLogger(),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    finally:
+        chatter.setLevel(level)
+    try:
+        yield
+    finally:
+        module._trainer = None
+
+
+def _structure(
+    module: LightningModule, batch: Any, names: Sequence[str], layers: str, splitter: BatchSplitter
+) -> ModuleStructure:
+    try:
+        size = splitter.batch_size(batch)
+        small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
+    except HolmesError:
+        small = batch
+    structure: ModuleStructure | None = None
+    for name in names:
+        arguments = (tree.map_tensors(Tensor.clone, small), *([0] * (admission.step_arguments(module, name) - 1)))
+        found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
+        structure = found if structure is None else structure.merged(found)
+    assert structure is not None
+    return structure
+
+
+def _reference(
+    module: LightningModule,
+    structure: ModuleStructure,
+    name: str,
+    batch: Any,
+    num_microbatches: int,
+    splitter: BatchSplitter,
+) -> "_SimulatedPipeline":
+    """The plain run: the module as it is, nothing in its layers.
+
+    A module that draws random numbers runs with the gates that seed each layer, for only then are its numbers
+    those of a pipeline; whether it draws any is found by running it twice.
+    """
+    plain, again = (_SimulatedPipeline(module, None, Partition((1,)), 1, "gpipe", 1, splitter) for _ in range(2))
+    plain.run(name, batch, num_microbatches)
+    again.run(name, batch, num_microbatches, seed=_SEED + 1)
+    if all(row.ok for row in compare(name, plain.outcome(name), again.outcome(name), tolerance=0.0)):
+        return plain
+    seeded = _SimulatedPipeline(module, structure, Partition((structure.num_layers,)), 1, "gpipe", 1, splitter)
+    seeded.run(name, batch, num_microbatches)
+    return seeded
+
+
+class _SimulatedPipeline:
+    """A pipeline whose ranks are all in this process: a copy of the module for each."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        structure: ModuleStructure | None,
+        partition: Partition,
+        size: int,
+        schedule: str,
+        num_chunks: int,
+        splitter: BatchSplitter,
+    ) -> None:
+        mailbox = LocalMailbox()
+        device = next(module.parameters()).device
+        self.partition, self.structure = partition, structure
+        self.drivers: list[StepDriver] = []
+        self.states: list[ModuleState] = []
+        self.results: list[StepResult] = []
+        for rank in range(size):
+            copy = shadow_copy(module)
+            copy._trainer = module._trainer
+            _give_own_parameters(copy)
+            stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
+            pipeline = PipelineModule(copy, structure, partition, stages, device)
+            pipeline.install()
+            p2p = LocalP2P(rank, size, mailbox) if size > 1 else None
+            driver = StepDriver(
+                pipeline, p2p, schedule=schedule, num_chunks=num_chunks, device=device, splitter=splitter
+            )
+            self.drivers.append(driver)
+
+    def run(self, step_name: str, batch: Any, num_microbatches: int, seed: int = _SEED) -> None:
+        """Run one step on all ranks, taking turns."""
+        training = step_name == "training_step"
+
+        def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
+            return lambda: [w / (sum(weights) or 1.0) for w in weights]
+
+        pending = {}
+        for rank, driver in enumerate(self.drivers):
+            if not training:
+                driver.module.eval()
+            if driver.module._trainer is not None:
+                setattr(driver.module._trainer, "training" if training else "validating", True)
+            arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
+            request = StepRequest(
+                step_name=step_name,
+                batch=tree.map_tensors(Tensor.clone, batch),
+                arguments=arguments,
+                num_microbatches=num_microbatches,
+                seed=seed,
+                context=nullcontext,
+                loss_scales=scales if training else None,
+            )
+            pending[rank] = driver.run_in_turn(request)
+        results: dict[int, StepResult] = {}
+        with torch.enable_grad() if training else torch.no_grad():
+            idle = 0
+            while pending:
+                for rank in list(pending):
+                    try:
+                        next(pending[rank])
+                        idle += 1
+                    except StopIteration as end:
+                        results[rank] = end.value
+                        del pending[rank]
+                        idle = 0
+                if idle > 10_000:
+                    raise HolmesError("the stages wait for each other for ever; this is a fault of the schedule")
+        self.results = [results[rank] for rank in range(len(self.drivers))]
+
+    def outcome(self, step_name: str) -> Outcome:
+        """What the step that was run gave and left behind."""
+        output, calls = self.results[0].output, self.results[0].calls
+        gradients = self.gradients() if step_name == "training_step" else {}
+        return Outcome(output=output, calls=calls, gradients=gradients, state=self.state(), stages_of=self.stages_of)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold parameter ``name``; none where the module is not cut."""
+        return () if self.structure is None else self.structure.stages_of(self.partition, name)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients by name, those of shared parameters summed over the stages that hold them."""
+        total: dict[str, Tensor | None] = {}
+        for driver in self.drivers:
+            for name, parameter in driver.module.named_parameters():
+                if name not in driver.pipeline.local_parameters or not parameter.requires_grad:
+                    continue
+                gradient, sofar = parameter.grad, total.get(name)
+                total[name] = gradient if sofar is None else sofar if gradient is None else sofar + gradient
+        return total
+
+    def state(self) -> dict[str, Any]:
+        """Buffers and plain attributes by name, each from the rank that knows it."""
+        found: dict[str, Any] = {}
+        for driver in self.drivers:
+            pipeline = driver.pipeline
+            for name, buffer in driver.module.named_buffers():
+                if pipeline.owner_stage(name) in pipeline.stages:
+                    found[f"buffer {name}"] = buffer
+            state = ModuleState(pipeline, None, driver.device)
+            for (owner, key), value in state._attributes().items():
+                found[f"attribute {owner}.{key}" if owner else f"attribute {key}"] = value
+            for name, metric in pipeline.local_modules():
+                if isinstance(metric, Metric):
+                    found[f"metric {name}"] = {**metric.metric_state, "updates": metric.update_count}
+        return found
+
+
+def _give_own_parameters(module: LightningModule) -> None:
+    """Replace shared parameters by copies, keeping ties between names."""
+    for parameter in {id(p): p for p in module.parameters()}.values():
+        own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        for submodule in module.modules():
+            for key, value in submodule._parameters.items():
+                if value is parameter:
+                    submodule._parameters[key] = own

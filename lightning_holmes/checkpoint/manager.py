@@ -1,0 +1,317 @@
+"""CheckpointManager: a strategy's checkpoints, whichever format: saves, loads, removes, and waits for what is written.
+
+manager = CheckpointManager(distributed="auto", background=False)
+manager.save(job, checkpoint, "last.ckpt", ...)
+checkpoint = manager.load(job, "last.ckpt", weights_only=None)
+"""
+
+import copy
+import functools
+import io
+import os
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_holmes.checkpoint import atomic, resume
+from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
+from lightning_holmes.checkpoint.loading import load_folder, load_plain
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, share_of
+from lightning_holmes.checkpoint.saving import TOPICS, FolderSave
+from lightning_holmes.checkpoint.staging import Staging, Writer
+from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_holmes.torch_private import default_store
+
+_TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Who is who: this rank among all, its replica among the replicas, and its place in its tensor group."""
+
+    rank: int = 0
+    size: int = 1
+    replica: int = 0
+    num_replicas: int = 1
+    timeout: timedelta = timedelta(minutes=30)
+    tensor_rank: int = 0
+    tensor_size: int = 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value; all must call."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value; all must call."""
+        if self.size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+
+class CheckpointManager:
+    """What a strategy asks to save and load.
+
+    Args:
+        distributed: folders rather than files; "auto" for more than one process.
+        background: write in a thread while training goes on.
+    """
+
+    def __init__(self, *, distributed: bool | Literal["auto"], background: bool) -> None:
+        if distributed not in (True, False, "auto"):
+            raise ConfigurationError(
+                f'save_distributed_checkpoint={distributed!r}; use True (a folder), False (one file) or "auto"'
+            )
+        self.distributed = distributed
+        self.background = background
+        self._writer = Writer()
+        self._staging = Staging()
+        self._file_systems: dict[str, FileSystems] = {}
+        self._last: Meeting | None = None
+
+    def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
+        """Whether checkpoints are folders; a CheckpointIO plugin of the user's gets files, as it expects."""
+        if self.distributed == "auto":
+            return job.size > 1 and type(checkpoint_io) is TorchCheckpointIO
+        return bool(self.distributed)
+
+    # saving
+
+    def save_folder(
+        self,
+        job: Job,
+        checkpoint: dict[str, Any],
+        path: Any,
+        *,
+        order: Sequence[str],
+        parameters: frozenset[str],
+        plan: str,
+        dealt: bool,
+        background: bool,
+    ) -> None:
+        """Write ``checkpoint``, whose states are this rank's parts, as a folder; all ranks must call.
+
+        Args:
+            order: the names of the whole ``state_dict``.
+            parameters: those of them that are parameters.
+            plan: the plan as YAML.
+            dealt: optimizer states are on one replica each already.
+        """
+        self._writer.wait()
+        # gathered, not broadcast: after it every rank's writer has ended, and read what is to be forgotten
+        name, token = job.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
+        if self._last is not None:
+            self._last.forget(TOPICS)
+        target = _local(name)
+        systems = self._systems(job, target.parent)
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
+        if background:
+            save = FolderSave(**{**_fields(save), "values": self._staging.copy(save.values)})
+        meeting = self._last = Meeting(_client(job), job.rank, job.size, token, job.timeout)
+        self._writer.run(functools.partial(save.run, meeting), background=background)
+
+    def save_in_distress(
+        self,
+        job: Job,
+        checkpoint: dict[str, Any],
+        path: Any,
+        *,
+        order: Sequence[str],
+        parameters: frozenset[str],
+        plan: str,
+        dealt: bool,
+    ) -> None:
+        """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
+
+        Raises:
+            CheckpointError: they do not, or the folder has not been written to before.
+        """
+        self.finish(failed=True, alone=job.size == 1)
+        if job.tensor_size > 1:
+            raise CheckpointError("ranks that share layers by tensor parallelism hold parts only, and may not answer")
+        target = _local(os.fspath(path))
+        systems = self._file_systems.get(str(target.parent))
+        if systems is None:
+            raise CheckpointError(f"nothing has been saved to {target.parent} before the failure")
+        token = f"failure-{checkpoint['global_step']}"
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
+        save.run(Meeting(_client(job), job.rank, job.size, f"{token}-{target.name}", _TOGETHER))
+
+    def _folder_save(
+        self,
+        job: Job,
+        checkpoint: dict[str, Any],
+        target: Path,
+        token: str,
+        systems: FileSystems,
+        order: Sequence[str],
+        parameters: frozenset[str],
+        plan: str,
+        dealt: bool,
+    ) -> FolderSave:
+        rest = dict(checkpoint)
+        state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        values = named_values(state_dict, optimizers or [])
+        if optimizers is not None:
+            rest["optimizer_states"] = [{"param_groups": o.get("param_groups", [])} for o in optimizers]
+        buffer = io.BytesIO()
+        if job.rank == 0:
+            torch.save(rest, buffer)
+        return FolderSave(
+            target=target,
+            token=token,
+            file_systems=systems,
+            values=_share(job, values, parameters, dealt),
+            order=order,
+            num_optimizers=len(optimizers or []),
+            rest=buffer.getvalue(),
+            plan=plan,
+        )
+
+    def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, plan: str, background: bool) -> None:
+        """Write ``checkpoint``, whole on rank 0, as one file that plain Lightning reads."""
+        if job.rank != 0:
+            return
+        self._writer.wait()
+        target = _local(os.fspath(path))
+        if background:
+            checkpoint = copy.deepcopy(checkpoint)
+
+        def write() -> None:
+            with atomic.writing(target) as temporary:
+                torch.save(checkpoint, temporary)
+            if plan:
+                with atomic.writing(target.with_name(f"{target.name}.plan.yaml")) as temporary:
+                    temporary.write_text(plan, encoding="utf-8")
+
+        self._writer.run(write, background=background)
+
+    def remove(self, job: Job, path: Any) -> None:
+        """Remove a checkpoint of either format, once what is being written is whole. All ranks must call."""
+        target = _local(os.fspath(path))
+        folder = str(target.parent)
+        if folder in self._file_systems:
+            leads = self._file_systems[folder].is_leader(job.rank)
+        else:
+            leads = job.rank == 0
+        if leads:
+            plan = target.with_name(f"{target.name}.plan.yaml")
+
+            def take_away() -> None:
+                atomic.remove(target)
+                atomic.delete(plan)
+
+            self._writer.afterwards(take_away)
+
+    def finish(self, *, failed: bool = False, alone: bool = False) -> None:
+        """Wait for the present write; after a failure of the run only a moment, unless this process is ``alone``.
+
+        Raises:
+            CheckpointError: the write has failed, and the run has not.
+        """
+        if not failed:
+            self._writer.wait()
+            return
+        try:
+            self._writer.wait(timeout_s=None if alone else _TOGETHER.total_seconds())
+        except Exception as error:
+            warnings.warn(f"a checkpoint was not written: {error}")
+
+    def add_what_resuming_needs(self, job: Job, checkpoint: dict[str, Any], *, base_seed: int, failed: bool) -> None:
+        """Add the run's seed and each replica's loader states to ``checkpoint``; all ranks must call."""
+        states = resume.loader_states(checkpoint)
+        replicas = [states]
+        if states and job.num_replicas > 1:
+            if failed:  # the others may not answer; resuming inside an epoch will be refused
+                replicas = []
+            else:
+                everyone = dict(reversed(job.all_gather((job.replica, states))))
+                replicas = [everyone[replica] for replica in range(job.num_replicas)]
+        elif not states:
+            replicas = [[] for _ in range(job.num_replicas)]
+        resume.add(checkpoint, base_seed=base_seed, replicas=replicas)
+
+    def _systems(self, job: Job, folder: Path) -> FileSystems:
+        if str(folder) not in self._file_systems:
+            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, job.all_gather)
+        return self._file_systems[str(folder)]
+
+    # loading
+
+    def load(self, job: Job, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+        """Lightning's checkpoint, of either format, whose states read what they are asked for; all ranks must call.
+
+        Raises:
+            CheckpointError: it is damaged or torn.
+            CheckpointNotFoundError: there is none.
+        """
+        self._writer.wait()
+        name = job.broadcast(os.fspath(path))
+        path = _local(name)
+        if path.is_symlink():
+            path = path.parent / os.readlink(path)
+        path = Path(job.broadcast(str(path)))
+        restricted = weights_only is not False
+        kinds = job.all_gather("folder" if _holds_folder(path) else "file" if path.is_file() else "")
+        if "folder" in kinds:
+            return load_folder(path, job.rank, job.all_gather, weights_only=restricted)
+        if "" in kinds:
+            if not any(kinds):
+                raise CheckpointNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder")
+            raise CheckpointError(
+                f"the checkpoint {path} is one file, which ranks {[r for r, k in enumerate(kinds) if k]} see and ranks "
+                f"{[r for r, k in enumerate(kinds) if not k]} do not: copy it to their hosts"
+            )
+        return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
+
+
+def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], dealt: bool) -> dict[Value, Any]:
+    """What this rank writes; the ranks of a tensor group, which must call together, divide their replica's share."""
+    alone = {name: value for name, value in values.items() if dealt and name[0] != "state_dict"}
+    alike = {name: value for name, value in values.items() if name not in alone}
+    ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone
+    if job.tensor_size == 1:
+        return made_whole(ours, ours)
+    return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))
+
+
+def is_local(path: Any) -> bool:
+    """Whether a path is one of the operating system's, and no URL."""
+    return "://" not in os.fspath(path) or os.fspath(path).startswith("file://")
+
+
+def _local(path: str) -> Path:
+    if not is_local(path):
+        raise ConfigurationError(
+            f"{path}: a checkpoint folder needs a path that is mounted; use save_distributed_checkpoint=False for URLs"
+        )
+    return Path(path.removeprefix("file://"))
+
+
+def _holds_folder(path: Path) -> bool:
+    return path.is_dir() or (not path.exists() and any(p.is_dir() for p in atomic.temporary_paths(path)))
+
+
+def _client(job: Job) -> Any:
+    if job.size == 1:
+        return None
+    store = default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _fields(save: FolderSave) -> Mapping[str, Any]:
+    return {name: getattr(save, name) for name in FolderSave.__dataclass_fields__}

@@ -1,0 +1,127 @@
+"""Sharded tensors: torch's DTensors as ``parallelize_module`` leaves them in a module, and what of them lies on this rank.
+
+Owns the way between a DTensor, its part on this rank and the whole tensor. Plain tensors pass through each function, so
+that callers need not ask. Which ranks share a tensor is for mesh.py to say.
+
+    local_part(parameter)                     # the plain tensor on this rank; shares memory
+    whole(parameter)                          # all of it; every rank of the tensor group must call
+    share_of(full, parameter)                 # this rank's part of ``full``, laid out like ``parameter``
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.torch_private import async_value, local_tensor, set_local_tensor
+
+AXIS = "tensor_parallel"
+
+
+def is_dtensor(value: Any) -> TypeGuard[Any]:
+    """Whether ``value`` is a DTensor. Where nobody has imported them there are none, and nobody pays for the import."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(value, loaded.DTensor)
+
+
+def has_dtensor_parameters(module: nn.Module) -> bool:
+    """Whether any parameter of ``module`` is a DTensor."""
+    return any(is_dtensor(p) for p in module.parameters())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` on this rank, in the same memory; outside of autograd."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The plain tensor whose memory holds ``tensor``'s values, or will when a collective is done."""
+    found: Tensor = async_value(local_part(tensor))
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of ``tensor``, within autograd; a collective of the tensor group if it is sharded."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def like(local: Tensor, parameter: Tensor) -> Tensor:
+    """``local``, this rank's part, as a tensor that is laid out like ``parameter``."""
+    if not is_dtensor(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def share_of(full: Tensor, parameter: Tensor) -> Tensor:
+    """The whole tensor ``full``, the same on all ranks, laid out like ``parameter``; nothing is sent."""
+    if not is_dtensor(parameter) or is_dtensor(full):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(parameter.device)
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of ``gradient`` once it is laid out like ``parameter`` (as FSDP2 does with gradients).
+
+    A gradient may be a sum that nobody has added up yet, or sharded otherwise: that of a norm's weights between sharded
+    activations, say. All ranks of the tensor group then talk, in the order of their backward.
+    """
+    if not is_dtensor(parameter) or not is_dtensor(gradient):
+        return local_part(gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient)
+
+
+def replace_local(tensor: Tensor, local: Tensor) -> None:
+    """Let ``local`` be the part of ``tensor`` on this rank."""
+    if is_dtensor(tensor):
+        set_local_tensor(tensor, local)
+    else:
+        tensor.data = local
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether the ranks of the tensor group hold different parts of ``tensor``, not copies."""
+    return is_dtensor(tensor) and any(not placement.is_replicate() for placement in tensor.placements)
+
+
+def describe_placements(tensor: Tensor) -> str:
+    """How ``tensor`` is laid out, in words for messages; empty for a plain one."""
+    return f", {', '.join(map(str, tensor.placements))}" if is_dtensor(tensor) else ""
+
+
+def check_axes(named: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> None:
+    """Refuse tensors that are sharded over another axis than the tensor-parallel one of ``mesh``.
+
+    Raises:
+        ConfigurationError: names the tensor and its axes.
+    """
+    for name, tensor in named:
+        if not is_dtensor(tensor):
+            continue
+        axes = tensor.device_mesh.mesh_dim_names
+        if axes != (AXIS,) or mesh is None or not torch.equal(tensor.device_mesh.mesh, mesh[AXIS].mesh):
+            raise ConfigurationError(
+                f"{name} is sharded over the axes {axes or 'without names'} of {tensor.device_mesh}: in configure_model "
+                f'use parallelize_module over self.device_mesh["{AXIS}"] only; replicas and stages are laid out by '
+                f"HolmesStrategy"
+            )
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigurationError(f"{name} is a parameter that is a sum over its ranks; shard or replicate it")

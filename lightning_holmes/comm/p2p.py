@@ -1,0 +1,259 @@
+"""The edges of a pipeline: tensors and small messages between its ranks.
+
+:class:`P2P` is what the runner knows. :class:`DistributedP2P` moves bytes by torch.distributed,
+:class:`LocalP2P` hands them over within one process (``lightning_holmes.check``).
+
+Tensors go in the order of the schedule over a group of their own for each ordered pair of ranks, so that a
+posted NCCL receive holds up nothing else. Messages (shapes, checksums, logged values) are pickled between
+ranks of one job and always travel by gloo, on the host.
+"""
+
+import collections
+import functools
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_holmes.comm.lost import naming
+
+_INLINE_BYTES = 1016
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, type and gradient of a tensor that will arrive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class PendingReceive(Protocol):
+    """A posted receive: ``ready`` says whether ``wait`` would return at once."""
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> list[Tensor]: ...
+
+
+class P2P(Protocol):
+    """Point-to-point transport between the ranks of one pipeline, numbered 0 to ``size - 1``."""
+
+    rank: int
+    size: int
+
+    def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
+        """Start to send; the tensors must not change until :meth:`finish`."""
+
+    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+        """Post a receive of the next tensors from ``source``."""
+
+    def send_message(self, destination: int, topic: int, message: Any) -> None:
+        """Start to send a picklable object."""
+
+    def expect_message(self, source: int, topic: int) -> None:
+        """Get ready for a message that will come for certain, so that receiving it later costs no time."""
+
+    def has_message(self, source: int, topic: int) -> bool:
+        """Whether :meth:`receive_message` can be called; where receiving blocks, always true."""
+
+    def receive_message(self, source: int, topic: int) -> Any:
+        """The next object sent by ``source`` under ``topic``."""
+
+    def finish(self) -> None:
+        """Wait for what this rank has sent."""
+
+
+@dataclass(slots=True)
+class _PostedReceive:
+    tensors: list[Tensor]
+    works: list[Any]
+    dtypes: list[torch.dtype]
+    where: Callable[[], str]
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> list[Tensor]:
+        with naming(self.where):
+            for work in self.works:
+                work.wait()
+        return [tensor.to(dtype) for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)]
+
+
+class DistributedP2P:
+    """P2P over torch.distributed.
+
+    Args:
+        ranks: global ranks of the pipeline, in order.
+        rank: this rank's place among them.
+        outgoing: a group of two for each rank that this one sends tensors to.
+        incoming: likewise for those it receives from.
+        messages: a gloo group of all ``ranks``.
+        device: where arriving tensors are put.
+        narrowed: by rank, the type in which tensors of more bits travel to it and from it; not exact.
+        describe: a group in words, for messages.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        outgoing: Mapping[int, dist.ProcessGroup],
+        incoming: Mapping[int, dist.ProcessGroup],
+        messages: dist.ProcessGroup,
+        device: torch.device,
+        narrowed: Mapping[int, torch.dtype] | None = None,
+        describe: Callable[[dist.ProcessGroup], str] = lambda group: group.group_desc,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._messages = messages
+        self._device = device
+        self._narrowed = dict(narrowed or {})
+        self._describe = describe
+        self._in_flight: list[tuple[Any, Tensor, Callable[[], str]]] = []
+        self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+
+    def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
+        self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
+        group = self._outgoing[destination]
+        for tensor in tensors:
+            data = tensor.detach().to(self._travelling(tensor.dtype, destination)).contiguous()
+            self._start_send(data, destination, group, "sending tensors")
+
+    def _start_send(
+        self, data: Tensor, destination: int, group: dist.ProcessGroup, what: str, topic: int | None = None
+    ) -> None:
+        peer = self.ranks[destination]
+        where = functools.partial(self._where, f"{what} to rank {peer}", group)
+        with naming(where):
+            tag = {} if topic is None else {"tag": topic}
+            self._in_flight.append((dist.isend(data, peer, group=group, **tag), data, where))
+
+    def _where(self, what: str, group: dist.ProcessGroup) -> str:
+        return f"on rank {self.ranks[self.rank]} while {what} in {self._describe(group)}"
+
+    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+        tensors = [
+            torch.empty(spec.shape, dtype=self._travelling(spec.dtype, source), device=self._device) for spec in specs
+        ]
+        group = self._incoming[source]
+        peer = self.ranks[source]
+        where = functools.partial(self._where, f"receiving tensors from rank {peer}", group)
+        with naming(where):
+            works = [dist.irecv(t, peer, group=group) for t in tensors]
+        return _PostedReceive(tensors, works, [spec.dtype for spec in specs], where)
+
+    def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
+        """The type in which a tensor of ``dtype`` goes to or comes from ``rank``."""
+        narrow = self._narrowed.get(rank)
+        return narrow if narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
+
+    def send_message(self, destination: int, topic: int, message: Any) -> None:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
+        head[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+        parts = [head]
+        if len(data) <= _INLINE_BYTES:
+            head[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        else:
+            parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        for part in parts:
+            self._start_send(part, destination, self._messages, "sending a message", topic)
+
+    def expect_message(self, source: int, topic: int) -> None:
+        if (source, topic) not in self._expected:
+            head = torch.empty(8 + _INLINE_BYTES, dtype=torch.uint8)
+            work = dist.irecv(head, self.ranks[source], group=self._messages, tag=topic)
+            self._expected[source, topic] = work, head
+
+    def has_message(self, source: int, topic: int) -> bool:
+        return True
+
+    def receive_message(self, source: int, topic: int) -> Any:
+        what = f"waiting for a message from rank {self.ranks[source]}"
+        with naming(functools.partial(self._where, what, self._messages)):
+            self.expect_message(source, topic)
+            work, head = self._expected.pop((source, topic))
+            work.wait()
+            length = int(head[:8].view(torch.int64).item())
+            if length <= _INLINE_BYTES:
+                data = head[8 : 8 + length]
+            else:
+                data = torch.empty(length, dtype=torch.uint8)
+                dist.recv(data, self.ranks[source], group=self._messages, tag=topic)
+        return pickle.load(io.BytesIO(data.numpy().tobytes()))
+
+    def finish(self) -> None:
+        for work, _, where in self._in_flight:
+            with naming(where):
+                work.wait()
+        self._in_flight.clear()
+
+
+class LocalP2P:
+    """P2P between the stages of one process; ``mailbox`` is shared by all of them."""
+
+    def __init__(self, rank: int, size: int, mailbox: "LocalMailbox") -> None:
+        self.rank = rank
+        self.size = size
+        self._mailbox = mailbox
+
+    def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
+        self._mailbox.tensors[self.rank, destination].append([t.detach().clone() for t in tensors])
+
+    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+        return self._mailbox.post(source, self.rank)
+
+    def send_message(self, destination: int, topic: int, message: Any) -> None:
+        self._mailbox.messages[self.rank, destination, topic].append(message)
+
+    def expect_message(self, source: int, topic: int) -> None:
+        """Nothing is to be done within one process."""
+
+    def has_message(self, source: int, topic: int) -> bool:
+        return bool(self._mailbox.messages[source, self.rank, topic])
+
+    def receive_message(self, source: int, topic: int) -> Any:
+        return self._mailbox.messages[source, self.rank, topic].popleft()
+
+    def finish(self) -> None:
+        """Nothing is in flight within one process."""
+
+
+class LocalMailbox:
+    """What has been sent and not yet taken, by (source, destination)."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int, int], list[list[Tensor]]] = collections.defaultdict(list)
+        self.messages: dict[tuple[int, int, int], collections.deque[Any]] = collections.defaultdict(collections.deque)
+        self._posted: dict[tuple[int, int], int] = collections.defaultdict(int)
+
+    def post(self, source: int, destination: int) -> "_LocalReceive":
+        """The receive that matches the next send from ``source`` to ``destination``."""
+        number = self._posted[source, destination]
+        self._posted[source, destination] += 1
+        return _LocalReceive(self.tensors[source, destination], number)
+
+
+@dataclass(slots=True)
+class _LocalReceive:
+    sent: list[list[Tensor]]
+    number: int
+
+    def ready(self) -> bool:
+        return len(self.sent) > self.number
+
+    def wait(self) -> list[Tensor]:
+        return self.sent[self.number]

@@ -1,0 +1,163 @@
+"""CommQueue: runs the collectives of one group one after the other, beside what computes.
+
+On the host a thread of its own does them, since a collective in several parts has to wait between them; on CUDA they
+are put into a stream of its own. What has been started first on all members runs first.
+
+    work = queue.start(lambda: collective.sum(bucket))
+    ...
+    work.wait()                # on CUDA: what the current stream does next waits
+    work.seconds()             # how long it took
+
+What is started with a name is told to ``on_run``, if somebody has put a function there, for a monitored run.
+"""
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """Something that runs, or has run, in a queue."""
+
+    def wait(self) -> None:
+        """Until it is done; raises what it raised."""
+
+    def seconds(self) -> float | None:
+        """How long it took, without what was before it in the queue; None while it runs."""
+
+
+WorkKind = Literal["bucket_reduce", "bucket_gather"]
+OnRun = Callable[[WorkKind, Any, Any], None]
+
+
+class CommQueue(Protocol):
+    """Runs functions in the order in which they are started."""
+
+    on_run: OnRun | None
+    """Called with the name, and when it began and ended: readings of ``time.perf_counter``; on CUDA events, which may lie
+    ahead. From any thread."""
+
+    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work: ...
+
+    def close(self) -> None:
+        """Start nothing any more; what runs is not waited for."""
+
+
+def make_comm_queue(device: torch.device) -> CommQueue:
+    """The queue for collectives on tensors of ``device``."""
+    return StreamQueue(device) if device.type == "cuda" else ThreadQueue()
+
+
+class _ThreadWork:
+    def __init__(self, function: Callable[[], None], told: Callable[[float, float], None] | None = None) -> None:
+        self._function: Callable[[], None] | None = function
+        self._told = told
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+
+    def run(self) -> None:
+        function, self._function = self._function, None
+        assert function is not None
+        began = time.perf_counter()
+        try:
+            function()
+        except BaseException as error:  # told to whoever waits
+            self._error = error
+        ended = time.perf_counter()
+        self._seconds = ended - began
+        if self._told is not None:
+            self._told(began, ended)
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def seconds(self) -> float | None:
+        return self._seconds if self._done.is_set() else None
+
+
+class ThreadQueue:
+    """A thread, made when something is started first."""
+
+    def __init__(self) -> None:
+        self.on_run: OnRun | None = None
+        self._works: queue.SimpleQueue[_ThreadWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_lane", daemon=True)
+            self._thread.start()
+        told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
+        work = _ThreadWork(function, told)
+        self._works.put(work)
+        return work
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread = None
+
+
+def _serve(works: "queue.SimpleQueue[_ThreadWork | None]") -> None:
+    failed: BaseException | None = None
+    while True:
+        work = works.get()
+        if work is None:
+            return
+        if failed is not None:  # members would be at different places of the queue
+            work._function = _raiser(failed)
+        work.run()
+        failed = failed or work._error
+
+
+def _raiser(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+class _StreamWork:
+    def __init__(self, began: Any, ended: Any, device: torch.device) -> None:
+        self._began = began
+        self._ended = ended
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def seconds(self) -> float | None:
+        return float(self._began.elapsed_time(self._ended)) / 1e3 if self._ended.query() else None
+
+
+class StreamQueue:
+    """A CUDA stream beside the one that computes. Tensors must live until their work has been waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_run: OnRun | None = None
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            began.record()
+            function()
+            ended.record()
+        if self.on_run is not None and name is not None:
+            self.on_run(name, began, ended)
+        return _StreamWork(began, ended, self._device)
+
+    def close(self) -> None:
+        """A stream needs no end."""

@@ -1,0 +1,409 @@
+"""What the strategy admits: arguments, modules and optimizers that can be run exactly, or a reason why not.
+
+Every check here is made before training, on all ranks alike.
+"""
+
+import dis
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
+from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.stage_ranks import V_SHAPED
+from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
+
+_TORCH_CLIPPING = frozenset(
+    {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"}
+)
+_CLIPPING_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
+_BATCH_HOOKS = {
+    "training_step": (
+        "on_train_batch_end",
+        "on_train_batch_start",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "lr_scheduler_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+    ),
+    "validation_step": ("on_validation_batch_end", "on_validation_batch_start"),
+    "test_step": ("on_test_batch_end", "on_test_batch_start"),
+    "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
+}
+
+
+def check_arguments(
+    *,
+    pipeline_parallel_size: Any,
+    tensor_parallel_size: Any = 1,
+    num_microbatches: Any,
+    eval_num_microbatches: Any,
+    num_chunks: Any,
+    schedule: Any,
+    schedules: Sequence[str],
+    partition: Any = "self_adapting",
+    profile: Any = "auto",
+    backend: str | None = None,
+) -> None:
+    """Refuse strategy arguments that are wrong by themselves."""
+    for name, value in (
+        ("pipeline_parallel_size", pipeline_parallel_size),
+        ("num_microbatches", num_microbatches),
+        ("eval_num_microbatches", eval_num_microbatches),
+    ):
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r} must be a whole number of at least 1")
+    if num_chunks != "auto" and (isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1):
+        raise ConfigurationError(f'num_chunks={num_chunks!r} must be "auto" or a whole number of at least 1')
+    if isinstance(partition, str) and partition not in PARTITION_NAMES:
+        known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
+        raise ConfigurationError(
+            f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
+        )
+    if profile not in ("auto", "flops", "measure"):
+        raise ConfigurationError(f'profile={profile!r} is not known; write "auto", "flops" or "measure"')
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
+    if schedule not in schedules:
+        raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
+    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", *INTERLEAVED, *V_SHAPED):
+        raise ConfigurationError(
+            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
+        )
+    if num_chunks not in ("auto", 1, 2) and schedule in V_SHAPED:
+        raise ConfigurationError(
+            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs two chunks a rank, down the "
+            f"ranks and back up; leave num_chunks out"
+        )
+    if tensor_parallel_size > 1 and schedule in SPLITTING:
+        raise ConfigurationError(
+            f"schedule={schedule!r} with tensor_parallel_size={tensor_parallel_size}: the order in which a split backward "
+            f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
+            f'schedule="1f1b" or tensor_parallel_size=1'
+        )
+    if num_chunks == 1 and schedule in INTERLEAVED:
+        raise ConfigurationError(f'schedule="{schedule}" needs num_chunks of at least 2, say num_chunks=2')
+
+
+def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
+    """Refuse what a trainer is to do with a module in fit, where the pipeline could not do it exactly.
+
+    Raises:
+        UnsupportedModuleError: names what it is and the cure.
+    """
+    name = type(module).__name__
+    if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
+        raise UnsupportedModuleError(
+            f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
+            f"gradients begin anew is then not known; remove one of them"
+        )
+    if is_pipeline:
+        _refuse_clipping(module, trainer.callbacks)  # type: ignore[attr-defined]
+        _warn_of_rank_guards(module)
+    for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
+            raise UnsupportedModuleError(
+                f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "
+                f"pipeline cannot; use GroupNorm or LayerNorm, or pipeline_parallel_size=1"
+            )
+
+
+def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", tensor_parallel_size: int) -> None:
+    """Refuse tensor groups that share nothing, and what cannot be done with sharded parameters; warn of dropout.
+
+    Raises:
+        ConfigurationError: configure_model has not sharded anything.
+        UnsupportedModuleError: a callback that averages weights.
+    """
+    name = type(module).__name__
+    if not dtensor.has_dtensor_parameters(module):
+        if tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_parallel_size}, but no parameter of {name} is sharded over it: in "
+                f"configure_model call torch.distributed.tensor.parallel.parallelize_module(..., "
+                f'self.device_mesh["{dtensor.AXIS}"], ...), or leave tensor_parallel_size out'
+            )
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedModuleError(
+                f"the callback {type(callback).__name__} copies weights, which parallelize_module has made DTensors; "
+                f"leave it out, or use tensor_parallel_size=1 without parallelize_module"
+            )
+    drops = [n for n, m in module.named_modules() if is_dropout(m) and getattr(m, "p", 0) > 0]
+    if drops and tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+        rank_zero_warn(
+            f"{name}: dropout ({drops[0]}) is that of one process where its input is whole on each rank. Where a rank has a "
+            f"part (between a column-wise and a row-wise layer, or under sequence parallelism) each part gets the mask of "
+            f"the first: right on average, but not the numbers of one process"
+        )
+
+
+def check_port_range(port_range: Any) -> tuple[int, int] | None:
+    """The strategy's ``port_range``, or None.
+
+    Raises:
+        ConfigurationError: it is not two ports in order.
+    """
+    if port_range is None:
+        return None
+    try:
+        first, last = port_range
+        if isinstance(first, int) and isinstance(last, int) and 0 < first <= last < 65536:
+            return first, last
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"port_range={port_range!r}: write the first and the last port, say [29500, 29600]")
+
+
+def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bool = True) -> None:
+    """Refuse a LightningModule that a pipeline cannot run as plain Lightning would.
+
+    Raises:
+        UnsupportedModuleError: names what it does and the cure.
+    """
+    name = type(module).__name__
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedModuleError(
+            f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
+            f"trainer (parts inside a layer may be compiled)"
+        )
+    if not fitting:
+        return
+    if not module.automatic_optimization:
+        raise UnsupportedModuleError(
+            f"{name} uses manual optimization (automatic_optimization=False): its backward calls would run on one stage "
+            f"only; use automatic optimization, or another strategy"
+        )
+    if is_overridden("backward", module):
+        raise UnsupportedModuleError(
+            f"{name} overrides backward(), but a pipeline runs the backward itself, stage by stage; scale or combine "
+            f"losses in training_step instead"
+        )
+    for parameter_name, parameter in module.named_parameters() if is_pipeline else ():
+        if has_accumulation_hook(parameter):
+            raise UnsupportedModuleError(
+                f"{name}.{parameter_name} has a hook by register_post_accumulate_grad_hook, which would be called for each "
+                f"microbatch with a part of the batch's gradient; change or use gradients in on_before_optimizer_step, or step "
+                f"by the optimizer that configure_optimizers returns"
+            )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedModuleError(
+            f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
+        )
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """The code of a function or method below its decorators; None where it has none in Python."""
+    code: types.CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return code
+
+
+def _names_of(function: Any) -> tuple[str, ...]:
+    """The attributes and globals that a function's code names."""
+    code = code_of(function)
+    return () if code is None else code.co_names
+
+
+def users_callbacks(trainer: "pl.Trainer") -> list["pl.Callback"]:
+    """The trainer's callbacks whose hooks the user has written."""
+    libraries = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
+    return [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(libraries)
+    ]
+
+
+def overridden_hooks(
+    module: "pl.LightningModule", callbacks: Sequence["pl.Callback"], hooks: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
+    """Those of ``hooks`` that the module, then each callback, has of its own: Class.hook, and the function."""
+    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+    for owner, base in owners:
+        for hook in hooks:
+            if hasattr(base, hook) and is_overridden(hook, owner, base):
+                yield f"{type(owner).__name__}.{hook}", getattr(owner, hook)
+
+
+def _refuse_clipping(module: "pl.LightningModule", callbacks: Sequence["pl.Callback"]) -> None:
+    """Refuse hooks that clip by torch.nn.utils."""
+    for name, hook in overridden_hooks(module, callbacks, _CLIPPING_HOOKS):
+        if _TORCH_CLIPPING.intersection(_names_of(hook)):
+            raise UnsupportedModuleError(
+                f"{name} clips by torch.nn.utils, which sees one stage's gradients; give "
+                f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
+                f"gradient_clip_algorithm=...) in configure_gradient_clipping, which knows the norm of the whole model"
+            )
+
+
+def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
+    """A step that logs on one rank only: after the layers that rank does not run."""
+    for step_name in ("training_step", "validation_step", "test_step"):
+        names = set(_names_of(getattr(module, step_name)))
+        asked = sorted(names & {"is_global_zero", "global_rank", "local_rank"})
+        if asked and names & {"log", "log_dict"}:
+            rank_zero_warn(
+                f"{type(module).__name__}.{step_name} asks for {asked[0]} and logs: under a pipeline the last stage runs what "
+                f"is after the layers, which is not rank 0, and a log that only rank 0 makes is lost; log on all ranks, or "
+                f"with self.log(..., rank_zero_only=True)"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need to see the whole model at once, as far as their class tells."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedModuleError(
+                "LBFGS evaluates its closure as often as its own stage's gradients suggest, so stages would part ways; "
+                "use an optimizer that steps once a batch"
+            )
+
+
+def compare_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that differ.
+
+    Args:
+        everyone: what each global rank says of itself, by name.
+
+    Raises:
+        ConfigurationError: names the first differences and the ranks.
+    """
+    first = everyone[0]
+    differences = []
+    for rank, facts in enumerate(everyone[1:], start=1):
+        for name in dict.fromkeys([*first, *facts]):
+            mine, theirs = first.get(name, "missing"), facts.get(name, "missing")
+            if mine != theirs:
+                differences.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
+    if differences:
+        more = f" (and {len(differences) - 5} more differences)" if len(differences) > 5 else ""
+        raise ConfigurationError(
+            f"the ranks do not run the same job: {'; '.join(differences[:5])}{more}. Install the same versions and start "
+            f"the same script with the same options everywhere"
+        )
+
+
+def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -> frozenset[str]:
+    """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
+    found = set()
+    for step_name, hooks in _BATCH_HOOKS.items():
+        own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
+        callbacks = any(
+            is_overridden(hook, callback, pl.Callback) and _uses_its_arguments(getattr(callback, hook))
+            for callback in users_callbacks(trainer)
+            for hook in hooks
+            if hasattr(pl.Callback, hook)
+        )
+        if own or callbacks:
+            found.add(step_name)
+    return frozenset(found)
+
+
+def _uses_its_arguments(hook: Any) -> bool:
+    """Whether a callback's hook looks at trainer, module or batch at all; a clock does not, and need not be waited for."""
+    code = code_of(hook)
+    if code is None:
+        return True
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = set(code.co_varnames[hasattr(hook, "__self__") : count])
+    if names & set(code.co_cellvars):
+        return True
+    for instruction in dis.get_instructions(code):
+        read = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if instruction.opname.startswith("LOAD_FAST") and names.intersection(read):
+            return True
+    return False
+
+
+def step_arguments(module: nn.Module, step_name: str) -> int:
+    """How many positional arguments a step takes beside self; batch, batch index and loader index at most."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(getattr(module, step_name)).parameters.values() if p.kind in kinds]
+    return max(1, min(3, len(parameters)))
+
+
+def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any]:
+    """One batch for each step that will run, from the trainer's own loaders.
+
+    The loaders, and random generators, are left as plain Lightning would have them when it begins to train. All ranks must call: loaders are set up, which takes barriers.
+    """
+    fn = trainer.state.fn
+    samples: dict[str, Any] = {}
+    if fn == TrainerFn.FITTING:
+        loop = trainer.fit_loop
+        with preserved_random_state(device):
+            loop.setup_data()
+            if loop._combined_loader is not None and loop.max_batches:
+                samples["training_step"] = _first_batch(loop._combined_loader, device)
+        if trainer.enable_validation:
+            trainer.validating = True
+            validation = loop.epoch_loop.val_loop
+            with preserved_random_state(device):
+                validation.setup_data()
+            if validation._combined_loader is not None and not validation.skip:
+                samples["validation_step"] = _first_batch(validation._combined_loader, device)
+            trainer.training = True
+        if trainer.ckpt_path is not None:
+            # states of loaders are read when Lightning sets its data up, which it must do again after loading
+            loop._combined_loader = None
+            loop._data_fetcher = None
+        elif "training_step" in samples:
+            # as Lightning does at the end of its set-up: draws the seeds of the first epoch
+            assert loop._data_fetcher is not None
+            iter(loop._data_fetcher)
+        return samples
+    evaluation: Any = {
+        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
+        TrainerFn.TESTING: ("test_step", trainer.test_loop),
+        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
+    }.get(fn)  # type: ignore[arg-type]
+    if evaluation is not None:
+        step_name, evaluation_loop = evaluation
+        evaluation_loop.setup_data()
+        if evaluation_loop._combined_loader is not None and not evaluation_loop.skip:
+            samples[step_name] = _first_batch(evaluation_loop._combined_loader, device)
+    return samples
+
+
+def _first_batch(combined_loader: Any, device: torch.device) -> Any:
+    limits, combined_loader.limits = combined_loader.limits, None
+    try:
+        with preserved_random_state(device):  # even making an iterator draws a seed
+            for loader in combined_loader.flattened:
+                if iter(loader) is loader:
+                    raise ConfigurationError(
+                        f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a "
+                        f"pipeline looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
+                    )
+            batch, _, _ = next(iter(combined_loader))
+    except StopIteration:
+        raise ConfigurationError(
+            "a data loader is empty: a pipeline needs one batch to learn the module from"
+        ) from None
+    finally:
+        combined_loader.limits = limits
+    return batch

@@ -1,0 +1,151 @@
+"""What all ranks agree on before they train: versions, arguments and modules compared, weights and random state shared.
+
+Every rank must call each function, in the same order.
+"""
+
+import hashlib
+import os
+import platform
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.strategy.admission import compare_facts
+from lightning_holmes.version import __version__
+
+TOPIC_RANDOM_STATE = 7
+_CHUNK = 1 << 26  # bytes that are on their way to the digest at a time
+
+
+def compare_ranks(facts: Mapping[str, str], world_size: int) -> None:
+    """Stop on all ranks if their ``facts`` differ.
+
+    Raises:
+        ConfigurationError: names the differences and the ranks.
+    """
+    if world_size > 1:
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, facts)
+        compare_facts(everyone)
+
+
+def version_facts() -> dict[str, str]:
+    """The versions that must be the same everywhere."""
+    return {
+        "lightning_holmes": __version__,
+        "torch": str(torch.__version__),
+        "lightning": str(lightning.__version__),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def module_facts(module: nn.Module) -> dict[str, str]:
+    """The class of each submodule, shape, type and freezing of each parameter, shape and type of each buffer; of torch's
+    own submodules also their settings, such as the probability of a dropout."""
+    facts = {"module": type(module).__qualname__}
+    for name, submodule in module.named_modules():
+        own = type(submodule).__module__.startswith("torch.nn.modules.")  # another's text may hold addresses
+        if name:
+            settings = f"({submodule.extra_repr()})" if own else ""
+            facts[f"submodule {name}"] = f"{type(submodule).__qualname__}{settings}"
+    for name, parameter in module.named_parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        frozen = "" if parameter.requires_grad else ", frozen"
+        layout = dtensor.describe_placements(parameter)
+        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{layout}{frozen}"
+    for name, buffer in module.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+    return facts
+
+
+def choose_seed() -> int:
+    """The seed given to ``seed_everything``, or one of this process's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
+
+
+def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, source: tuple[int, int]) -> None:
+    """Give all ranks rank 0's weights and buffers, so that replicas never start unequal.
+
+    Only what differs is sent: with ``seed_everything`` nothing does, and a large module need not cross slow links.
+    Tensors that have no values yet are left alone; they must be the same on all ranks. The parts of a sharded tensor
+    come from the tensor group of rank 0, each over replicas and then over stages.
+
+    Args:
+        groups: this rank's.
+        source: the pipeline rank and the data-parallel rank of rank 0.
+    """
+    if world_size == 1:
+        return
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_fake(t)]
+    everyone: list[Any] = [None] * world_size
+    part = groups.tensor_parallel_rank
+    dist.all_gather_object(everyone, [(part if dtensor.is_dtensor(t) else 0, content_of(t)) for t in tensors])
+    with torch.no_grad():
+        for tensor, *contents in zip(tensors, *everyone, strict=True):
+            if len(set(contents)) == len({place for place, _ in contents}):
+                continue
+            if dtensor.is_dtensor(tensor):
+                _broadcast_part(tensor, groups, source)
+                continue
+            data = tensor.detach().contiguous()
+            dist.broadcast(data, 0)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.data = data
+
+
+def _broadcast_part(tensor: Tensor, groups: ProcessGroups, source: tuple[int, int]) -> None:
+    local = dtensor.local_part(tensor).detach()
+    data = local.contiguous()
+    for group, rank in ((groups.data_parallel, source[1]), (groups.pipeline, source[0])):
+        if group is not None:
+            dist.broadcast(data, group=group, group_src=rank)
+    if data is not local:
+        local.copy_(data)
+
+
+def content_of(tensor: Tensor) -> str:
+    """A digest of a tensor's bits on this rank."""
+    digest = hashlib.blake2b(digest_size=16)
+    flat = dtensor.local_part(tensor).detach().contiguous().flatten().view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK):
+        digest.update(flat[start : start + _CHUNK].cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def share_generators() -> None:
+    """Give all ranks rank 0's generators; for what is drawn before the ranks of a pipeline know each other."""
+    state: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    dist.broadcast_object_list(state, 0)
+    random.setstate(state[0][0])
+    np.random.set_state(state[0][1])
+    torch.set_rng_state(state[0][2])
+
+
+def share_random_state(groups: ProcessGroups) -> None:
+    """Give all ranks of a replica the same generators, those of its first stage, so that their data loaders draw alike."""
+    for p2p in (groups.tensor_p2p, groups.p2p):
+        if p2p is not None:
+            _share_random_state(p2p)
+
+
+def _share_random_state(p2p: P2P) -> None:
+    if p2p.rank == 0:
+        state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        for rank in range(1, p2p.size):
+            p2p.send_message(rank, TOPIC_RANDOM_STATE, state)
+        p2p.finish()
+        return
+    python, numpy_state, host = p2p.receive_message(0, TOPIC_RANDOM_STATE)
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(host)

@@ -1,0 +1,1 @@
+"""What keeps Lightning's callbacks, metrics and signals right while ranks hold parts of a module."""

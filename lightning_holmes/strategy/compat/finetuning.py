@@ -1,0 +1,137 @@
+"""The optimizer's parameter groups, of which a rank holds a part, also where callbacks add to them in mid-run.
+
+Owns the names of all parameters in all groups. ``BaseFinetuning`` adds what it unfreezes, and writes the names of all
+groups into checkpoints: while a hook of such a callback runs, the groups hold all parameters of the module, as in plain
+Lightning; after it, each rank's own again.
+
+    groups = ParameterGroups(pipeline, trainer.optimizers, names, callbacks, job.all_gather)
+    groups.install(); ...; groups.names_of(optimizer); ...; groups.uninstall()
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_holmes import checkpoint
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.agreement import content_of
+
+_NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+
+
+class ParameterGroups:
+    """The groups of ``optimizers``: this takes other stages' parameters out, and knows their names and places.
+
+    Args:
+        names: those of all parameters of each optimizer's groups, as configure_optimizers made them.
+        callbacks: the trainer's, any.
+        gather: what each rank gives, on every rank; all must call.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        optimizers: Sequence[Optimizer],
+        names: Sequence[list[list[str]]],
+        callbacks: Iterable[Callback],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._pipeline = pipeline
+        self._optimizers = list(optimizers)
+        self._names = list(names)
+        self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
+        self._gather = gather
+        for optimizer, groups in zip(self._optimizers, self._names, strict=True):
+            checkpoint.keep_local_parameters(optimizer.param_groups, groups, pipeline.local_parameters)
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """The names of all parameters, of all stages, in each group of ``optimizer``; also of groups that were added
+        meanwhile, from which other stages' parameters are now taken out."""
+        index = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+        known = len(self._names[index])
+        if len(optimizer.param_groups) > known:
+            added = checkpoint.parameter_group_names(self._pipeline.module, optimizer, known)
+            self._names[index] = [*self._names[index], *added]
+            checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
+        return self._names[index]
+
+    def install(self) -> None:
+        """Let hooks of finetuning callbacks see whole groups."""
+        for callback in self._finetuning:
+            for hook in dir(type(callback)):
+                own = getattr(type(callback), hook) is not getattr(Callback, hook, None)
+                if hook.startswith("on_") and own and hook not in _NOT_TRAINING:
+                    setattr(callback, hook, self._wrapped(getattr(callback, hook)))
+
+    def uninstall(self) -> None:
+        """Give the callbacks their own methods again."""
+        for callback in self._finetuning:
+            for hook in [name for name, value in vars(callback).items() if getattr(value, "_of_whole_groups", False)]:
+                delattr(callback, hook)
+
+    def _wrapped(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.whole():
+                return hook(*args, **kwargs)
+
+        run._of_whole_groups = True  # type: ignore[attr-defined]
+        return run
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the groups hold all parameters of the module, and may be changed, alike on all ranks."""
+        parameters = dict(self._pipeline.module.named_parameters())
+        for optimizer in self._optimizers:
+            for group, names in zip(optimizer.param_groups, self.names_of(optimizer), strict=True):
+                group["params"] = [parameters[name] for name in names]
+                if "param_names" in group:
+                    group["param_names"] = list(names)
+        own = BaseFinetuning.filter_on_optimizer
+        BaseFinetuning.filter_on_optimizer = staticmethod(self._filter_on_optimizer)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            BaseFinetuning.filter_on_optimizer = staticmethod(own)  # type: ignore[method-assign]
+            for index, optimizer in enumerate(self._optimizers):
+                self._names[index] = checkpoint.parameter_group_names(self._pipeline.module, optimizer)
+                checkpoint.keep_local_parameters(
+                    optimizer.param_groups, self._names[index], self._pipeline.local_parameters
+                )
+
+    def _filter_on_optimizer(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Lightning's, which passes over parameters that are equal to one that the optimizer has: by their values, which
+        may lie on other stages. All ranks must call."""
+        values = self._values()
+        params = list(params)
+        held = {values.get(id(p)) or content_of(p) for group in optimizer.param_groups for p in group["params"]}
+        added = [p for p in params if (values.get(id(p)) or content_of(p)) not in held]
+        if len(added) < len(params):
+            rank_zero_warn(
+                "The provided params to be frozen already exist within another group of this optimizer, or are equal to one "
+                "that does. Those parameters will be skipped."
+            )
+        return added
+
+    def _values(self) -> dict[int, str]:
+        """A digest of each parameter of the module, by identity."""
+        parameters = dict(self._pipeline.module.named_parameters())
+        mine = {
+            name: f"{tuple(p.shape)} {p.dtype} {content_of(p)}"
+            for name, p in parameters.items()
+            if self._pipeline.is_owner(name)
+        }
+        found: dict[str, str] = {}
+        for theirs in self._gather(
+            mine
+        ):  # ranks of a tensor group have parts, the same on each of its pipelines' replicas
+            for name, value in theirs.items():
+                known = found.get(name, "")
+                found[name] = known if value in known else f"{known}, {value}"
+        return {id(p): found[name] for name, p in parameters.items()}

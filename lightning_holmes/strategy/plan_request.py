@@ -1,0 +1,65 @@
+"""What a run's plan is made from, and what comes of it: plain records that runtime_plan.py and profiling.py share."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.plan.choice import Choice
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.prediction import Prediction
+from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.tracing import TraceResult
+
+ProfileKind = Literal["auto", "flops", "measure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimePlan:
+    """The plan of a run, how it was chosen, and the prediction of a step, where costs are known."""
+
+    plan: Plan
+    choice: Choice | None
+    num_layers: int
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a step is predicted to cost."""
+        return None if self.choice is None else self.choice.prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What :func:`~lightning_holmes.strategy.runtime_plan.decide` works from.
+
+    Attributes:
+        batch: of the training step on this rank's device; None where nothing is trained.
+        stand_ins: gives values to a module that was built without memory, while it is profiled.
+        context: of a training step (precision).
+        former: the plan and choice of the run before of this strategy, whose layout is kept.
+        predicts: a prediction is wanted even where everything is settled.
+        topology_given: the user has described the clusters and their links.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    traced: TraceResult
+    options: PlanOptions
+    training: TrainingOptions
+    layout: JobLayout
+    profile: ProfileKind
+    splitter: BatchSplitter
+    device: torch.device
+    rank: int
+    world_size: int
+    context: Callable[[], Any]
+    stand_ins: Callable[[], AbstractContextManager[None]]
+    former: RuntimePlan | None = None
+    predicts: bool = False
+    topology_given: bool = False

@@ -1,0 +1,295 @@
+"""Costs of a module on the hosts of a job: what its layers cost, and how fast each rank works; found by all ranks together.
+
+Costs come from a profile of one or two microbatches (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
+the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
+(``profile="measure"``, and ``"auto"`` on several hosts without GPUs).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
+from lightning_holmes.pipeline.profile import profile_step, time_in_turn
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.strategy.admission import step_arguments
+from lightning_holmes.strategy.plan_request import PlanRequest
+
+_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
+_MEASURE_S = 3.0  # of timing the layers, at the least, in all sizes of microbatches together
+LARGEST_RUN = 50_000_000
+"""Parameters of a module that may be run whole on one rank for its profile."""
+# Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
+# others use, too.
+_ALIKE = {"cpu": 0.85, "cuda": 0.97}
+_NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as a factor
+# Those of the last layer, slower than the others: its backward is the first, where memory is at its peak, and presumably gets from
+# the system what the others find again. In a pipeline's steps it is as fast as they are.
+_LAST_NOISE = 1.75
+# Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
+# so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
+_STEP_OPERATORS = 5000
+# And what a processor takes to send or receive a byte by sockets, the time in which computing is slower for it included, as so many
+# tiny operators: 2 ns where one takes 2 us. From processes that compute beside a steady exchange, and from whole steps (docs/log.md).
+_BYTE_OPERATORS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A profile, the work a second of each rank by which its unit is sharded, and how both came about."""
+
+    model: ModelCost
+    speeds: tuple[float, ...]
+    memory: tuple[float, ...]
+    described: str
+    update_s_per_byte: float = 0.0
+    byte_s: float = 0.0
+    own_s: float = 0.0
+
+
+def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
+    """What the ranks find out together: costs (on rank 0 whole), why there are none, or None where nobody asks.
+
+    Every rank must call.
+    """
+    size = request.layout.placement.pipeline_parallel_size
+    wanted = size > 1 and (request.options.leaves_open or request.predicts)
+    if not wanted:
+        return None
+    if request.batch is None or request.traced.batch_size is None:
+        return "nothing is trained" if request.batch is None else "the samples of a batch cannot be told"
+    if request.layout.placement.tensor_parallel_size > 1:
+        return "layers that are sharded over several ranks are not profiled"
+    if structure.changed_parameters:
+        return f"a step changes {structure.changed_parameters[0]} in place"
+    several = request.layout.num_hosts > 1
+    if request.world_size > 1:
+        dist.barrier()
+    speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
+    how = "FLOPs counted"
+    if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
+        measured = _measured(request, structure, speed)
+        if isinstance(measured, Costs):
+            return measured
+        how += f" ({measured}, when it was to be timed)"
+    speeds: list[DeviceSpeed] = _everyone(request, speed)
+    if request.rank != 0:
+        return None
+    found = _profiled(request, structure, samples=(2,), mode="fake", operator_s=max(s.operator_s for s in speeds))
+    if isinstance(found, str):
+        return found
+    return Costs(
+        model=found[0],
+        speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
+        memory=tuple(s.memory_bytes for s in speeds),
+        described=f"{how}; {_described(request, rates)}",
+        byte_s=carried_byte_s(max(s.operator_s for s in speeds)),
+        own_s=own_step_s(max(s.operator_s for s in speeds)),
+    )
+
+
+def _may_be_timed(request: PlanRequest) -> bool:
+    """Whether "auto" times the layers: on CPUs, of which FLOPs do not tell how small microbatches slow them down, and where a
+    whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
+    parameters = list(request.module.parameters())
+    real = not any(map(is_fake, parameters))
+    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= LARGEST_RUN
+
+
+def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
+    """Every rank times all layers; the costs are rank 0's, the speeds of the others are relative to it."""
+    timed = _profiled(request, structure, samples=_timed_sizes(request), mode="measure", operator_s=0.0)
+    problem = timed if isinstance(timed, str) else None
+    found = [] if isinstance(timed, str) else [alike_layers(cost) for cost in timed]
+    update = time_update(request.device)
+    mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
+    everyone: list[Any] = _everyone(request, mine)
+    problems = [entry[0] for entry in everyone if entry[0] is not None]
+    if problems:
+        return str(problems[0])
+    model = found[-1] if len(found) == 1 else _with_fixed_seconds(*found)
+    seconds = [entry[1] for entry in everyone]
+    speeds = alike_speeds([seconds[0] / taken for taken in seconds], request.device.type)
+    return Costs(
+        model=model,
+        speeds=speeds,
+        memory=tuple(entry[2].memory_bytes for entry in everyone),
+        described=f"layers timed on every rank; {_described(request, speeds)}",
+        update_s_per_byte=max(entry[3] for entry in everyone),
+        byte_s=carried_byte_s(max(entry[2].operator_s for entry in everyone)),
+        own_s=own_step_s(max(entry[2].operator_s for entry in everyone)),
+    )
+
+
+def _timed_sizes(request: PlanRequest) -> tuple[int, ...]:
+    """Samples of the microbatches that are timed: the run's; or, where their number is open, half and twice those of four
+    microbatches for each stage: far apart, for the sake of the line through them, and between what may be chosen."""
+    whole, count = request.traced.batch_size or 1, request.options.num_microbatches
+    if count != "auto":
+        return (-(-whole // min(count, whole)),)
+    samples = -(-whole // min(4 * request.layout.placement.pipeline_parallel_size, whole))
+    return (max(1, samples // 2), 2 * samples) if 2 * samples <= whole else (samples,)
+
+
+def _with_fixed_seconds(small: ModelCost, large: ModelCost) -> ModelCost:
+    """Costs from two sizes of microbatch: what does not grow with the samples is fixed."""
+    ratio = large.microbatch_samples / small.microbatch_samples
+
+    def join(one: LayerCost, other: LayerCost) -> LayerCost:
+        fixed = [
+            min(max(0.0, (ratio * before - after) / (ratio - 1)), 0.9 * after)
+            for before, after in ((one.forward, other.forward), (one.backward, other.backward))
+        ]
+        return replace(
+            other,
+            forward=other.forward - fixed[0],
+            backward=other.backward - fixed[1],
+            fixed_forward_s=fixed[0],
+            fixed_backward_s=fixed[1],
+        )
+
+    return replace(
+        large,
+        before=join(small.before, large.before),
+        layers=tuple(join(one, other) for one, other in zip(small.layers, large.layers, strict=True)),
+        after=join(small.after, large.after),
+    )
+
+
+def _profiled(
+    request: PlanRequest,
+    structure: ModuleStructure,
+    *,
+    samples: tuple[int, ...],
+    mode: Literal["fake", "measure"],
+    operator_s: float,
+) -> list[ModelCost] | str:
+    """The costs of microbatches of at most so many samples each on this rank; or why they cannot be had."""
+    module, whole = request.module, request.traced.batch_size or 1
+    own = getattr(module, "split_batch", None)
+    try:
+        with preserved_random_state(request.device), request.stand_ins() if mode == "fake" else nullcontext():
+            given: dict[int, tuple[Any, ...]] = {}
+            for number in samples:
+                parts = max(1, -(-whole // number))
+                if callable(own) and parts > 1:
+                    part = next(iter(own(request.batch, parts)))
+                else:
+                    part = request.splitter.split(request.batch, parts)[0]
+                part = tree.map_tensors(torch.Tensor.clone, part)
+                given[-(-whole // parts)] = (part, *([0] * (step_arguments(module, "training_step") - 1)))
+            if mode == "measure":
+                return time_in_turn(
+                    module,
+                    given,
+                    structure=structure,
+                    context=request.context,
+                    seconds=_MEASURE_S,
+                    pipeline_parallel_size=request.layout.placement.pipeline_parallel_size,
+                )
+            return [
+                profile_step(
+                    module,
+                    arguments,
+                    structure=structure,
+                    context=request.context,
+                    microbatch_samples=number,
+                    operator_s=operator_s,
+                    may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
+                )
+                for number, arguments in given.items()
+            ]
+    except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
+
+
+def own_step_s(operator_s: float) -> float:
+    """Seconds of a rank's own in a step, outside of microbatches and the optimizer, where a tiny operator takes so many."""
+    return _STEP_OPERATORS * operator_s
+
+
+def carried_byte_s(operator_s: float) -> float:
+    """Seconds of a processor's time for each byte that it sends or receives by sockets, where a tiny operator takes so many."""
+    return _BYTE_OPERATORS * operator_s
+
+
+def time_update(device: torch.device) -> float:
+    """Seconds of AdamW's step for each byte of parameters: what optimizers of its kind cost."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 19, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+
+    def step() -> torch.Tensor:
+        optimizer.step()
+        return parameter
+
+    return 1 / rate(device, 0.1, 1, step) / (parameter.numel() * parameter.element_size())
+
+
+def _everyone(request: PlanRequest, mine: Any) -> list[Any]:
+    if request.world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * request.world_size
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
+    """Measured speeds, with those that a measurement cannot tell apart made the same: each group's mean, the fastest first."""
+    threshold = _ALIKE.get(device_type, 0.85)
+    order = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
+    result = list(speeds)
+    while order:
+        group = [rank for rank in order if speeds[rank] >= threshold * speeds[order[0]]]
+        mean = math.fsum(speeds[rank] for rank in group) / len(group)
+        for rank in group:
+            result[rank] = mean
+        order = [rank for rank in order if rank not in group]
+    return tuple(result)
+
+
+def alike_layers(model: ModelCost) -> ModelCost:
+    """Timed layers that hold and send as many bytes, with the mean of their seconds where these differ by no more than a
+    measurement's noise. The last one may take longer, and adds nothing to the mean then. Layers that are alike are assigned
+    exactly and at once; others with several chunks a rank are not."""
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        key = (layer.parameter_bytes, layer.trained_bytes, layer.activation_bytes, layer.held_bytes)
+        kinds.setdefault(key, []).append(index)
+    layers, last = list(model.layers), len(model.layers) - 1
+    seconds = [layer.forward + layer.backward for layer in layers]
+    for members in kinds.values():
+        middle = statistics.median(seconds[index] for index in members)
+        near = [index for index in members if middle / _NOISE <= seconds[index] <= middle * _NOISE]
+        forward = math.fsum(layers[index].forward for index in near) / max(1, len(near))
+        backward = math.fsum(layers[index].backward for index in near) / max(1, len(near))
+        if last in members and len(near) > 1 and middle * _NOISE < seconds[last] <= middle * _LAST_NOISE:
+            near.append(last)
+        for index in near:
+            layers[index] = replace(layers[index], forward=forward, backward=backward)
+    return replace(model, layers=tuple(layers))
+
+
+def _described(request: PlanRequest, speeds: Sequence[float]) -> str:
+    """How fast the clusters are, in words."""
+    fastest = max(speeds)
+    if min(speeds) == fastest:
+        return "all ranks alike"
+    by_cluster: dict[str, float] = {}
+    for rank, (cluster, _) in enumerate(request.layout.topology.places()):
+        by_cluster[cluster.name] = min(by_cluster.get(cluster.name, math.inf), speeds[rank] / fastest)
+    return "relative speeds " + ", ".join(f"{name} {speed:.2f}" for name, speed in list(by_cluster.items())[:8])

@@ -1,0 +1,282 @@
+"""The plan of a run that is about to start: costs of the module and speeds of the hosts, found by all ranks, and what rank 0
+chooses from them.
+
+    live = decide(request)            # every rank must call
+    live.plan, live.prediction
+
+Costs are profiling.py's. Links have the speeds that were measured on this topology before (``lightning-holmes
+topology``) or at the start, or those that are stated. Where there are no costs the plan is made without, and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.topology import Host, Topology
+from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without_costs, repeat_choice
+from lightning_holmes.plan.choose import make_plan
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import make_training
+from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
+from lightning_holmes.strategy.profiling import Costs, find_costs
+
+LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
+LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
+_UNKNOWN_BYTES_PER_S = 1.25e9
+_FRAMES = 1448 / 1514  # what TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes
+
+
+def decide(request: PlanRequest) -> RuntimePlan:
+    """The plan. Every rank must call, with the same request but for ``batch`` and ``rank``.
+
+    Raises:
+        HolmesError: the options do not fit the module; on every rank alike.
+    """
+    structure = request.traced.structure
+    num_layers = 0 if structure is None else structure.num_layers
+    choice = None
+    if structure is not None:
+        costs = None if _kept(request, structure) is not None else find_costs(request, structure)
+        choice = _agree(request, functools.partial(_choose, request, structure, costs))
+    layout = request.layout
+    plan = make_plan(
+        request.options,
+        topology=layout.topology,
+        placement=layout.placement,
+        edges=layout.pairs,
+        layers=None if structure is None else structure.layers,
+        num_layers=num_layers,
+        batch_size=request.traced.batch_size,
+        transports=layout.transports.describe,
+        notes=layout.notes,
+        choice=choice,
+        made_for=MadeFor(
+            module=type(request.module).__name__,
+            num_parameters=sum(p.numel() for p in request.module.parameters()),
+            clusters=cluster_facts(layout.topology),
+        ),
+    )
+    if structure is not None:
+        structure.check_partition(plan.partition)
+    return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers)
+
+
+def _agree(request: PlanRequest, choose: Callable[[], Choice]) -> Choice:
+    """What rank 0 chooses, or why it cannot, on all ranks."""
+    answer: list[Any] = [None]
+    if request.rank == 0:
+        try:
+            answer = [choose()]
+        except HolmesError as refusal:
+            answer = [refusal]
+    if request.world_size > 1:
+        dist.broadcast_object_list(answer, 0)
+    if isinstance(answer[0], HolmesError):
+        raise answer[0]
+    choice: Choice = answer[0]
+    return choice
+
+
+def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str | None) -> Choice:
+    options, size = request.options, request.layout.placement.pipeline_parallel_size
+    kept = _kept(request, structure)
+    if kept is not None:
+        return repeat_choice(options, kept, reason="as in the run before, so that every rank keeps its part")
+    forbidden = [cut for cut in range(structure.num_layers - 1) if any(b.forbids(cut) for b in structure.bypasses)]
+    without = functools.partial(
+        choose_without_costs,
+        options,
+        pipeline_parallel_size=size,
+        num_layers=structure.num_layers,
+        batch_size=request.traced.batch_size,
+        forbidden_cuts=forbidden,
+        across_clusters=len({cluster.name for cluster, _ in request.layout.topology.places()}) > 1,
+    )
+    if costs is None or isinstance(costs, str):
+        return without(reason=costs)
+    assert request.traced.batch_size is not None
+    cost_model, layout, guessed = _cost_model(request, costs, forbidden)
+    choose = functools.partial(
+        choose_by_costs,
+        options,
+        batch_size=request.traced.batch_size,
+        not_interleaved=_not_interleaved(request, structure),
+        # bears links that are slower than stated
+        prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
+        described=costs.described,
+    )
+    try:
+        choice = choose(cost_model, layout)
+    except ConfigurationError as error:
+        if not forbidden or isinstance(error, NothingFitsError):
+            raise
+        return without(reason="no cut is free")  # the check of the partition names the value that it would lose
+    notes = [guessed] if guessed else []
+    if options.pipeline_parallel_size == "auto" and isinstance(options.partition, str):
+        lengths = _other_lengths(request, structure)
+        made = {length: _cost_model(_with_pipeline(request, length), costs, forbidden) for length in lengths}
+        # beside links that are known, a length that needs others would be compared by a guess
+        comparable = {length: found[:2] for length, found in made.items() if bool(found[2]) == bool(guessed)}
+        notes += _tell_others(choice, choose, comparable)
+    return replace(choice, notes=(*choice.notes, *notes))
+
+
+def _other_lengths(request: PlanRequest, structure: ModuleStructure) -> list[int]:
+    """The next shorter pipeline and the next longer one that the ranks allow."""
+    size = request.layout.placement.pipeline_parallel_size
+    possible = [n for n in range(1, structure.num_layers + 1) if request.world_size % n == 0]
+    return [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
+
+
+def _with_pipeline(request: PlanRequest, length: int) -> PlanRequest:
+    """The request as if the ranks were laid out so."""
+    placement = make_placement(request.layout.topology, world_size=request.world_size, pipeline_parallel_size=length)
+    return replace(request, layout=replace(request.layout, placement=placement))
+
+
+def _tell_others(
+    choice: Choice, choose: Callable[[CostModel, Layout], Choice], others: Mapping[int, tuple[CostModel, Layout]]
+) -> list[str]:
+    """What other lengths of the pipeline would give. They are not taken by themselves: other numbers of replicas go with
+    them, each with a batch of its own, and what is learnt must not hang on a measurement."""
+    chosen, shown = choice.prediction, []
+    assert chosen is not None
+    for length, (cost_model, layout) in others.items():
+        try:
+            found = choose(cost_model, layout).prediction
+        except NothingFitsError:
+            shown.append(f"{length}: does not fit the memory")
+            continue
+        except ConfigurationError:  # the options do not fit this length
+            continue
+        assert found is not None
+        shown.append(f"{length}: {found.samples_per_s / chosen.samples_per_s:.2f}x")
+    return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}"] if shown else []
+
+
+def _not_interleaved(request: PlanRequest, structure: ModuleStructure) -> str | None:
+    """Why several stages on a rank are not to be chosen; None if they may be."""
+    if structure.early_changes:
+        return "the module's step does not allow several stages on a rank"
+    topology = request.layout.topology
+    known = request.layout.num_hosts == 1 or request.topology_given or topology.measured_at_s is not None
+    if not known:  # what a virtual card states says little, and interleaving multiplies what crosses clusters
+        return "interleaving is tried where links are measured: lightning-holmes topology does that"
+    return None
+
+
+def _kept(request: PlanRequest, structure: ModuleStructure) -> Choice | None:
+    """The choice of the run before, if it was for this module and these ranks."""
+    former = request.former
+    if former is None or former.choice is None or not isinstance(request.options.partition, str):
+        return None
+    same = (
+        former.plan.layers == structure.layers
+        and former.num_layers == structure.num_layers
+        and former.plan.placement == request.layout.placement
+    )
+    return former.choice if same else None
+
+
+def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) -> tuple[CostModel, Layout, str]:
+    """The cost model, the layout as it stands, and a note where links have no known speed."""
+    placement, device = request.layout.placement, request.device.type
+    topology = request.layout.topology
+    layout = Layout(
+        pipeline=placement.pipeline_parallel_size,
+        tensor=placement.tensor_parallel_size,
+        data=placement.data_parallel_size,
+        grid=_device_grid(placement.grid, topology),
+    )
+    local, latency = LOCAL_BYTES_PER_S.get(device, 1e9), LOCAL_LATENCY_S.get(device, 100e-6)
+    sockets = request.layout.is_gloo
+    note = ""
+    if request.layout.num_hosts == 1:
+        topology = Topology.single_cluster(1, request.world_size)  # whatever clusters a file deals the ranks to
+        network = Network(topology, local_bytes_per_s=local, local_latency_s=latency)
+        layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
+    else:
+        network = Network(
+            topology,
+            local_bytes_per_s=local,
+            local_latency_s=latency,
+            efficiency=_FRAMES if sockets else 1.0,
+            sockets=sockets,
+        )
+    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
+
+    def device_memory(host: Host) -> float:
+        """Bytes of a host's smallest device; on CPUs its ranks share what each has found."""
+        return min(costs.memory[rank] for rank in ranks[host.name]) / (host.devices if device == "cpu" else 1)
+
+    devices = tuple(
+        DeviceType(
+            name=f"devices of {cluster.name}",
+            peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
+            memory_bytes=min(map(device_memory, cluster.hosts)),
+            local_bytes_per_s=local,
+            efficiency=1.0,
+        )
+        for cluster in topology.clusters
+    )
+    training = make_training(
+        request.training,
+        costs.model,
+        shapes=[tuple(p.shape) for p in request.module.parameters() if p.requires_grad],
+        batch_samples=(request.traced.batch_size or 1) * placement.data_parallel_size,
+        device=device,
+        update_s_per_byte=costs.update_s_per_byte,
+        byte_s=costs.byte_s if sockets and device == "cpu" else 0.0,
+        own_s=costs.own_s,
+    )
+    host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]
+    model = replace(costs.model, forbidden_cuts=tuple(forbidden))
+    make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
+    cost_model = make(network)
+    try:
+        cost_model.facts(layout)
+    except ConfigurationError as unknown:
+        bare = Network(_with_stated_speeds(topology), local_bytes_per_s=local, local_latency_s=latency)
+        cost_model = make(bare)
+        note = (
+            f"links: taken as 10 Gbit/s where nothing is known ({str(unknown).splitlines()[0][:160]}); "
+            "lightning-holmes topology measures them"
+        )
+    return cost_model, layout, note
+
+
+def _device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """A placement's global ranks as devices in the order of the topology."""
+    order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
+    device = {rank: index for index, rank in enumerate(order)}
+    return tuple(tuple(device[rank] for rank in row) for row in grid)
+
+
+def _with_stated_speeds(topology: Topology) -> Topology:
+    """The topology with an Ethernet card of 10 Gbit/s on every host, and nothing else."""
+    card = Nic(name="unknown", kind="ethernet", bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S)
+    clusters = tuple(
+        replace(
+            cluster,
+            fabric=None,
+            speeds=(),
+            fallback=None,
+            hosts=tuple(replace(host, nics=(card,)) for host in cluster.hosts),
+        )
+        for cluster in topology.clusters
+    )
+    return replace(topology, clusters=clusters, links=())

@@ -1,0 +1,289 @@
+"""Sharding the optimizer of a run over its replicas: whether that can be done, whether it is, and what is said of it.
+
+found = test_optimizers(optimizers, device)                      # while groups hold the whole module's parameters
+shards, note = shard_optimizer(options, found, ...)              # None: not sharded
+"""
+
+import dis
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.optim.elementwise import Separability, flattened, step_seconds, test_separability
+from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
+from lightning_holmes.strategy.admission import code_of, overridden_hooks, users_callbacks
+from lightning_holmes.strategy.gradients import Gradients
+
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "on_train_batch_end",
+    "on_train_batch_start",
+)
+"""Hooks in which ``p.grad`` can be read, from the backward to the next step."""
+_WITHOUT_GRADIENTS = frozenset(
+    [
+        "callback_metrics",
+        "current_epoch",
+        "global_rank",
+        "global_step",
+        "is_global_zero",
+        "is_last_batch",
+        "local_rank",
+        "log",
+        "log_dict",
+        "logged_metrics",
+        "logger",
+        "loggers",
+        "max_epochs",
+        "max_steps",
+        "node_rank",
+        "num_training_batches",
+        "print",
+        "progress_bar_metrics",
+        "sanity_checking",
+        "save_checkpoint",
+        "should_stop",
+        "train_dataloader",
+        "training",
+        "validating",
+        "world_size",
+    ]
+)
+"""Attributes of a trainer or a module that do not lead to gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions:
+    """HolmesStrategy's arguments of the same names.
+
+    Raises:
+        ConfigurationError: one is no such value, or they do not go together.
+    """
+
+    sharded_optimizer: bool | Literal["auto"] = "auto"
+    master_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sharded_optimizer not in ("auto", True, False):
+            raise ConfigurationError(f'sharded_optimizer={self.sharded_optimizer!r}; use True, False or "auto"')
+        if not isinstance(self.master_weights, bool):
+            raise ConfigurationError(f"master_weights={self.master_weights!r}; use True or False")
+        if self.master_weights and self.sharded_optimizer is False:
+            raise ConfigurationError(
+                "master_weights=True keeps fp32 weights in the shards of the optimizer, but sharded_optimizer is False; "
+                'leave it at "auto"'
+            )
+
+
+def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
+    """Whether it is worth while to test optimizers."""
+    return options.master_weights or (options.sharded_optimizer is not False and data_parallel_size > 1)
+
+
+def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[[Any], list[Any]]) -> Separability:
+    """How ``optimizer``, whose groups hold all parameters, can be sharded; the same on all ranks, which all call."""
+    everyone: list[Separability] = gather(test_separability(optimizer, device))
+    order = ("elements", "parameters", "none")
+    return max(everyone, key=lambda found: order.index(found.level))
+
+
+def may_couple(optimizer: Optimizer, plan: Plan) -> bool:
+    """Whether it is not known that stages can step for themselves: torch's own optimizers see one parameter at a time."""
+    return plan.pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def refuse_coupling(found: Separability, plan: Plan) -> None:
+    """Stop where a stage's step would need parameters of other stages.
+
+    Raises:
+        UnsupportedModuleError: with what the test showed.
+    """
+    if found.couples and plan.pipeline_parallel_size > 1:
+        raise UnsupportedModuleError(
+            f"{found.reason}: its step depends on all parameters at once, of which each of the {plan.pipeline_parallel_size} stages "
+            f"has a part; use an optimizer that steps each parameter by itself, or pipeline_parallel_size=1"
+        )
+
+
+test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+
+
+def shard_optimizer(
+    options: ShardingOptions,
+    found: Separability,
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    gradients: Gradients,
+    trainer: "pl.Trainer",
+    *,
+    data_parallel_size: int,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
+) -> tuple[ShardedOptimizer | None, ShardingChoice]:
+    """Shard ``optimizer`` if that is asked for, or better; all ranks must call.
+
+    Args:
+        names: for each group, those of this rank's parameters.
+        gather: what each rank gives, on every rank.
+
+    Raises:
+        UnsupportedModuleError: it is asked for, and cannot be done exactly; names the reason.
+    """
+    module = trainer.lightning_module
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+    master_weights = options.master_weights and low
+    if options.master_weights and not low:
+        rank_zero_warn('master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"')
+        if data_parallel_size == 1:
+            return None, ShardingChoice(on=False, reason="since there is one replica")
+    refusal = refusal_of(found, optimizer, trainer)
+    asked = options.sharded_optimizer is True or master_weights
+    if refusal and asked:
+        argument = "master_weights" if master_weights else "sharded_optimizer"
+        raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
+    readers = list(gradient_readers(trainer))
+    choice = ShardingChoice(on=True, reason="asked for")
+    if refusal:
+        choice = ShardingChoice(on=False, reason=refusal)
+    elif not asked:
+        choice = _choose(found, optimizer, names, gradients, device, bool(readers), data_parallel_size, gather)
+    seeing_groups = [name for name, code in readers if _reads_group_params(code)]
+    if choice.on and seeing_groups:
+        if not asked:
+            return None, ShardingChoice(on=False, reason=f"since {seeing_groups[0]} reads param_groups' params")
+        rank_zero_warn(
+            f"{seeing_groups[0]} reads the params of the optimizer's groups, which hold this replica's shards now; read the "
+            f"module's parameters, or use sharded_optimizer=False"
+        )
+    if not choice.on:
+        return None, choice
+    gradients.lay_out()
+    shards = gradients.shard(
+        optimizer,
+        names,
+        found,
+        whole_gradients=bool(readers),
+        master_weights=master_weights,
+        plugin=trainer.precision_plugin,
+    )
+    reason = choice.reason
+    if found.level == "parameters":
+        reason += f"; by whole parameters, since {found.reason}"
+    elif readers:
+        reason += f"; gradients stay whole on each replica for {readers[0][0]}"
+    if master_weights:
+        reason += "; with fp32 master weights"
+    return shards, ShardingChoice(on=True, reason=reason)
+
+
+def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+    """Why the optimizer cannot be sharded with the same numbers; empty if it can."""
+    if found.level == "none":
+        return found.reason
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            return f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains"
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        return "it has complex parameters"
+    return ""
+
+
+def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
+    """The hooks of the user that may read gradients of the module's parameters: name and function."""
+    for name, hook in overridden_hooks(trainer.lightning_module, users_callbacks(trainer), _GRADIENT_HOOKS):
+        if _may_reach_gradients(hook):
+            yield name, hook
+
+
+def _may_reach_gradients(hook: Any) -> bool:
+    """Whether a hook's code does anything with trainer, module or optimizer but read what holds no gradients."""
+    code = code_of(hook)
+    if code is None or code.co_freevars or code.co_cellvars or "grad" in code.co_names:
+        return True
+    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
+    harmless = {"outputs", "batch", "batch_idx", "epoch"}
+    owner = getattr(hook, "__self__", None)
+    if isinstance(owner, pl.Callback):
+        if any(isinstance(kept, nn.Module | nn.Parameter | Optimizer) for kept in flattened(vars(owner), depth=4)):
+            return True  # what it has kept, in setup for example, needs no argument
+        harmless.add(named[0])
+    watched = set(named) - harmless
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in itertools.zip_longest(instructions, instructions[1:]):
+        if not instruction.opname.startswith("LOAD_FAST"):
+            continue
+        if isinstance(instruction.argval, tuple):  # Python 3.13 loads two at once
+            if watched.intersection(instruction.argval):
+                return True
+        elif instruction.argval in watched and not (
+            following is not None
+            and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and following.argval in _WITHOUT_GRADIENTS
+        ):
+            return True
+    return False
+
+
+def _reads_group_params(hook: Any) -> bool:
+    code = code_of(hook)
+    return code is not None and "param_groups" in code.co_names and "params" in code.co_consts
+
+
+def _choose(
+    found: Separability,
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    gradients: Gradients,
+    device: torch.device,
+    whole_gradients: bool,
+    data_parallel_size: int,
+    gather: Callable[[Any], list[Any]],
+) -> ShardingChoice:
+    """By memory, and where that leaves it open, by what is measured; the same on all ranks, which all call."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    num_elements = sum(p.numel() for p in parameters)
+    state_bytes = round(found.state_bytes * num_elements)
+    known = ShardingFacts(state_bytes=state_bytes, free_bytes=_free_bytes(device, gather), whole_s=0.0, sharded_s=0.0)
+    facts: list[ShardingFacts] = gather(known)
+    if not needs_times(facts):
+        return choose_sharding(facts)
+    gradients.lay_out()
+    sum_s, scatter_s, gather_s = gradients.measure_sharing()
+    dtype = parameters[0].dtype if parameters else torch.float32
+    step_s = num_elements * step_seconds(optimizer, dtype, device)
+    reduce_s = sum_s if whole_gradients or found.level == "parameters" else scatter_s
+    measured = ShardingFacts(
+        state_bytes=state_bytes,
+        free_bytes=known.free_bytes,
+        whole_s=sum_s + step_s,
+        sharded_s=reduce_s + step_s / data_parallel_size + gather_s,
+    )
+    return choose_sharding(gather(measured))
+
+
+def _free_bytes(device: torch.device, gather: Callable[[Any], list[Any]]) -> int:
+    """Memory that this rank may still take; on the host an equal share of what is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import socket
+
+    hosts = gather(socket.gethostname())
+    return int(psutil.virtual_memory().available) // hosts.count(socket.gethostname())

@@ -1,0 +1,48 @@
+"""schedule="auto" under a pipeline: the first batches measure what splitting the backward costs, then all ranks choose.
+
+trial = SplitTrial(plan, driver, device)
+driver.run(replace(request, meter=trial.meter))
+plan = trial.after_batch(plan)           # every rank, after every training batch; changes the driver, too
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_holmes.pipeline.split_meter import SplitMeter
+from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.split_choice import SPLIT_OF, StageSeconds, choose_split, slowest
+
+_BATCHES = 2
+
+
+class SplitTrial:
+    """Tries the split backward in the first batches of a fit; ``meter`` is None once it has been decided."""
+
+    def __init__(self, plan: Plan, driver: StepDriver, device: torch.device) -> None:
+        self._driver = driver
+        self._device = device
+        self._left = _BATCHES
+        # one microbatch cannot be compared with another, and a tensor group's collectives would be called in another order
+        possible = plan.schedule in SPLIT_OF and plan.pipeline_parallel_size > 1 and plan.num_microbatches > 1
+        self.meter = SplitMeter(device) if possible and plan.tensor_parallel_size == 1 else None
+
+    def after_batch(self, plan: Plan) -> Plan:
+        """The plan to go on with. The ranks of WORLD compare, once, what they have measured."""
+        if self.meter is None:
+            return plan
+        self._left -= 1
+        if self._left > 0:
+            return plan
+        mine = self.meter.costs()
+        self.meter = None
+        everyone: list[dict[int, StageSeconds | None]] = [{} for _ in range(plan.world_size)]
+        dist.all_gather_object(everyone, mine)
+        stages = [slowest([costs[stage] for costs in everyone if stage in costs]) for stage in range(plan.num_stages)]
+        choice = choose_split(stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
+        self._driver.schedule = choice.schedule
+        rank_zero_info(f"schedule: {choice.reason}")
+        return replace(plan, schedule=choice.schedule, notes=(*plan.notes, f"schedule: {choice.reason}"))

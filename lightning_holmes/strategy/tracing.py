@@ -1,0 +1,136 @@
+"""Learning a module at the start of a run, from one batch of each loader that the run will read.
+
+Rank 0 traces, together with the ranks that share its layers by tensor parallelism, which talk inside the step; all
+receive what rank 0 found, or the reason why the module is refused.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.strategy.admission import step_arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceResult:
+    """The structure of the module, None if it runs whole and none was found; samples in a training batch."""
+
+    structure: ModuleStructure | None = None
+    batch_size: int | None = None
+
+
+def trace_module(
+    module: "pl.LightningModule",
+    samples: Mapping[str, Any],
+    options: PlanOptions,
+    *,
+    pipeline_parallel_size: int,
+    traces: bool,
+    world_size: int,
+    device: torch.device,
+    splitter: BatchSplitter,
+    context: Callable[[str], Any],
+) -> TraceResult:
+    """Trace each step of ``samples`` (step name -> batch on the device). Every rank must call.
+
+    Args:
+        traces: whether this rank runs the steps: rank 0, and its tensor group.
+        context: gives the context manager under which a step of that name runs.
+
+    Raises:
+        HolmesError: the module or the options are refused, on every rank alike.
+    """
+    answer: list[Any] = [None]
+    if traces:
+        try:
+            with preserved_random_state(device):
+                answer = [_trace(module, samples, options, pipeline_parallel_size, splitter, context)]
+        except HolmesError as refusal:
+            answer = [refusal]
+    if world_size > 1:
+        dist.broadcast_object_list(answer, 0)
+    (result,) = answer
+    if isinstance(result, HolmesError):
+        raise result
+    assert isinstance(result, TraceResult)
+    return result
+
+
+def _trace(
+    module: "pl.LightningModule",
+    samples: Mapping[str, Any],
+    options: PlanOptions,
+    pipeline_parallel_size: int,
+    splitter: BatchSplitter,
+    context: Callable[[str], Any],
+) -> TraceResult:
+    alone = pipeline_parallel_size == 1
+    may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
+    structure: ModuleStructure | None = None
+    batch_size: int | None = None
+    layers = options.layers
+    for step_name, batch in samples.items():
+        training = step_name == "training_step"
+        wanted = options.num_microbatches if training else options.eval_num_microbatches
+        try:
+            size = splitter.batch_size(batch)
+            small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
+        except HolmesError:
+            if wanted not in (1, "auto") and not callable(getattr(module, "split_batch", None)):
+                raise
+            size, small = 1, batch
+        if training:
+            batch_size = size
+            _check_batch_size(size, wanted)
+        small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
+        arguments = (small, *([0] * (step_arguments(module, step_name) - 1)))
+        step_context = functools.partial(context, step_name)
+        try:
+            found = trace_step(module, step_name, arguments, layers=layers, context=step_context)
+        except Exception:
+            if may_run_whole:
+                return TraceResult(batch_size=batch_size)
+            raise
+        splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
+        if training and splits and not found.changed_parameters:
+            reason = describe_batch_dependence(module, batch, arguments[1:], splitter, context=step_context)
+            if reason is not None:
+                rank_zero_warn(reason)
+        if splits and found.kept_values:
+            rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
+        structure = found if structure is None else structure.merged(found)
+        layers = structure.layers
+    return TraceResult(structure=structure, batch_size=batch_size)
+
+
+def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:
+    """What a step that runs for each microbatch does to attributes that it changes."""
+    argument = "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        f"{type(module).__name__}.{step_name} changes {shown} on the module. It runs once for each microbatch, so with several of "
+        f"them that happens as many times a batch, where plain Lightning does it once; {argument}=1 does, too"
+    )
+
+
+def _check_batch_size(batch_size: int, num_microbatches: Any) -> None:
+    if isinstance(num_microbatches, int) and batch_size < num_microbatches:
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} but a batch of one replica has {batch_size} samples: raise the batch "
+            f"size to {num_microbatches} or more, or set num_microbatches={batch_size} or less"
+        )

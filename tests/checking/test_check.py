@@ -1,0 +1,149 @@
+"""`check` finds what differs: a staged side that has been tampered with is told by name, step and size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import lightning_holmes
+from lightning_holmes.checking import simulated_pipeline as simulated_pipeline
+
+
+class Stack(LightningModule):
+    """Logs its loss, and counts its calls in a buffer after the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.register_buffer("calls", torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        self.calls += 1
+        loss = batch.square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+
+def tampered(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any, Any], Any]
+) -> lightning_holmes.CheckReport:
+    """The report where what a method of the staged side returns has been changed."""
+    plain = getattr(simulated_pipeline._SimulatedPipeline, name)
+
+    def altered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, *args, **kwargs)
+        return change(self, found) if len(self.drivers) > 1 else found
+
+    monkeypatch.setattr(simulated_pipeline._SimulatedPipeline, name, altered)
+    return lightning_holmes.check(Stack(), torch.randn(8, 4))
+
+
+def differing(report: lightning_holmes.CheckReport) -> list[tuple[str, str]]:
+    return [(row.step, row.what) for row in report.rows if not row.ok]
+
+
+def test_an_honest_run_is_equal() -> None:
+    report = lightning_holmes.check(Stack(), torch.randn(8, 4))
+    assert report.ok and {"log train_loss", "state buffer calls", "gradient layers.3.weight"} <= {
+        row.what for row in report.rows
+    }
+
+
+def test_a_gradient_that_is_a_little_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "layers.2.weight"
+    report = tampered(monkeypatch, "gradients", lambda cast, found: found | {name: found[name] * 1.001})
+    assert not report.ok and differing(report) == [("training_step", f"gradient {name}")]
+    (row,) = (row for row in report.rows if not row.ok)
+    assert row.relative == pytest.approx(1e-3, rel=0.01)
+    shown = str(report)
+    assert "differs" in shown and f"1 of {len(report.rows)} values differ by more than 1e-05" in shown
+
+
+def test_a_gradient_that_is_missing_is_found_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tampered(monkeypatch, "gradients", lambda cast, found: found | {"layers.0.bias": None})
+    assert differing(report) == [("training_step", "gradient layers.0.bias")]
+    assert [row.reason for row in report.rows if not row.ok] == ["(has a gradient in one run only)"]
+
+
+def test_a_changed_and_a_lost_log_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(cast: Any, found: Any) -> Any:
+        for call in cast.results[0].calls:
+            object.__setattr__(call, "value", call.value + 0.5)
+        return found
+
+    with monkeypatch.context() as patched:
+        assert ("training_step", "log train_loss") in differing(tampered(patched, "run", change))
+
+    def lose(cast: Any, found: Any) -> Any:
+        cast.results[0].calls.clear()
+        return found
+
+    report = tampered(monkeypatch, "run", lose)
+    assert ("training_step", "log train_loss") in differing(report)
+    assert "(not logged by the staged run)" in [row.reason for row in report.rows]
+
+
+def test_a_changed_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tampered(monkeypatch, "state", lambda cast, found: found | {"buffer calls": found["buffer calls"] + 1})
+    assert differing(report) == [("training_step", "state buffer calls")]
+
+
+def test_a_difference_says_where_it_arises_and_whether_it_may_be_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(factor: float) -> str:
+        with monkeypatch.context() as patched:
+            name = "layers.2.weight"
+            report = tampered(patched, "gradients", lambda cast, found: found | {name: found[name] * factor})
+        (row,) = (row for row in report.rows if not row.ok)
+        return row.reason
+
+    assert reason(1.5) == "(on stage 1)"
+    assert reason(1.0001).startswith("(on stage 1: so little may be rounding")
+
+
+def test_state_that_no_stage_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(cast: Any, found: Any) -> Any:
+        return {name: value for name, value in found.items() if name != "buffer calls"}
+
+    report = tampered(monkeypatch, "state", lose)
+    assert [row.reason for row in report.rows if not row.ok] == ["(no stage of the staged run has it)"]
+
+
+def test_each_value_logged_under_one_name_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(Stack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", 2 * loss)
+            return loss
+
+    plain = simulated_pipeline._SimulatedPipeline.run
+
+    def altered(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if len(self.drivers) > 1:
+            first = self.results[0].calls[0]
+            object.__setattr__(first, "value", first.value + 0.5)
+
+    monkeypatch.setattr(simulated_pipeline._SimulatedPipeline, "run", altered)
+    report = lightning_holmes.check(Twice(), torch.randn(8, 4), num_microbatches=1)
+    assert differing(report) == [("training_step", "log train_loss")]
+    assert "log train_loss, call 2" in {row.what for row in report.rows}
+
+
+def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
+    class Odd(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = np.array(["a", "b"])
+            self.started = np.datetime64("2026-11-22")
+            self.large = 2**70
+            self.mask = torch.eye(3).to_sparse()
+            self.phase = torch.tensor(1j)
+
+    report = lightning_holmes.check(Odd(), torch.randn(8, 4))
+    assert report.ok, str(report)

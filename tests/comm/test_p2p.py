@@ -1,0 +1,84 @@
+"""P2P between ranks: order, large and small messages, and transfers that nobody waits for."""
+
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+
+from lightning_holmes.comm.mesh import p2p_pairs
+from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P, TensorSpec
+
+
+def exchange(_: Any) -> list[Any]:
+    """Runs in two processes: both directions at once, tensors and messages in order, and rounded between clusters."""
+    import os
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
+    from lightning_holmes.plan.placement import Placement
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    builder = GroupBuilder(rank=rank, backend="gloo", device=torch.device("cpu"), timeout=timedelta(seconds=60))
+    placement, pairs = Placement(((0,), (1,))), p2p_pairs(2, 2)
+    groups = build_process_groups(placement, builder, pairs=pairs)
+    p2p, other = groups.p2p, 1 - rank
+    assert p2p is not None and groups.data_parallel is None
+    spec = TensorSpec((3,), torch.float32, False)
+    receives = [p2p.receive(other, [spec, spec]) for _ in range(3)]
+    for number in range(3):
+        p2p.send(other, [torch.full((3,), 10.0 * rank + number), torch.full((3,), -1.0)])
+    p2p.expect_message(other, 5)  # posted early, and the first part of a long message
+    p2p.send_message(other, 4, {"rank": rank})
+    p2p.send_message(other, 5, "x" * 100_000)
+    p2p.send_message(other, 4, [rank] * 3)
+    found: list[Any] = [[t.tolist() for t in r.wait()] for r in receives]
+    narrow = build_process_groups(
+        placement, builder, pairs=pairs, clusters=["a", "b"], activation_dtype=torch.bfloat16
+    ).p2p
+    specs = [spec, TensorSpec((3,), torch.int64, False)]
+    pending = narrow.receive(other, specs)
+    narrow.send(other, [torch.full((3,), 1 / 3), torch.full((3,), 2**40 + rank)])
+    rounded, whole = pending.wait()
+    assert rounded.dtype == torch.float32 and whole.tolist() == [2**40 + other] * 3
+    assert rounded.tolist() == torch.full((3,), 1 / 3).bfloat16().float().tolist()
+    narrow.finish()
+    found += [len(p2p.receive_message(other, 5)), p2p.receive_message(other, 4), p2p.receive_message(other, 4)]
+    p2p.finish()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.xdist_group("p2p")
+def test_two_ranks_exchange_tensors_and_messages_in_order() -> None:
+    for rank, found in enumerate(launch(2, "test_edges:exchange", timeout_s=90)):
+        other = 1 - rank
+        assert [f[0][0] for f in found[:3]] == [10.0 * other + n for n in range(3)]
+        assert found[3:] == [100_000, {"rank": other}, [other] * 3]
+
+
+def test_local_edges_match_receives_with_sends_in_order_however_they_are_posted() -> None:
+    mailbox = LocalMailbox()
+    first, second = LocalP2P(0, 2, mailbox), LocalP2P(1, 2, mailbox)
+    early = second.receive(0, [])
+    assert not early.ready()
+    for number in range(2):
+        first.send(1, [torch.tensor([number])])
+    late = second.receive(0, [])
+    assert early.ready() and [int(early.wait()[0]), int(late.wait()[0])] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "expected"),
+    [(1, 1, []), (2, 1, [(0, 1), (1, 0)]), (3, 1, [(0, 1), (1, 0), (1, 2), (2, 1)]), (3, 2, 6)],
+)
+def test_pairs_are_those_between_neighbouring_stages(size: int, chunks: int, expected: Any) -> None:
+    pairs = p2p_pairs(size, chunks)
+    assert len(pairs) == expected if isinstance(expected, int) else pairs == expected
+
+
+def test_a_v_has_no_pair_from_its_last_rank_to_its_first() -> None:
+    assert p2p_pairs(3, 2, "zero_bubble_v") == [(0, 1), (1, 0), (1, 2), (2, 1)]

@@ -1,0 +1,44 @@
+"""The options of gradient synchronisation: what is refused, and what is said where one has nothing to do."""
+
+from typing import Any
+
+import pytest
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.gradient_options import GradientOptions
+from lightning_holmes.plan.placement import Placement
+
+TWO_STAGES = Placement(((0, 1), (2, 3)))
+REPLICAS = Placement(((0, 1, 2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient_sync": "ring"}, "'all_reduce', 'reduce_scatter', 'p2p', 'hierarchical'"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 must be a whole number"),
+        ({"bucket_bytes": "large"}, "bucket_bytes='large'"),
+        ({"powersgd_rank": True}, "powersgd_rank=True"),
+        ({"grad_dtype": "fp8"}, '"fp32", "bf16" or None'),
+        ({"compression": "zip"}, "'bf16', 'fp16', 'powersgd'"),
+        ({"compression": "powersgd", "gradient_sync": "p2p"}, "needs its matrices whole"),
+    ],
+)
+def test_what_is_wrong_by_itself_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        HolmesStrategy(**options)
+
+
+def test_what_no_group_can_use_is_refused_and_what_has_nothing_to_do_is_noted() -> None:
+    inside, crossing = ["a", "a", "b", "b"], ["a", "b", "a", "b"]
+    hierarchical = GradientOptions(gradient_sync="hierarchical")
+    for placement, clusters in ((TWO_STAGES, inside), (TWO_STAGES, crossing), (REPLICAS, ["a", "a", "a", "b"])):
+        with pytest.raises(ConfigurationError, match="in each of several clusters"):
+            hierarchical.notes(placement, clusters)
+    assert hierarchical.notes(REPLICAS, crossing) == []
+    compressed = GradientOptions(compression="bf16")
+    assert compressed.notes(TWO_STAGES, crossing) == []
+    assert "no gradients cross between clusters" in " ".join(compressed.notes(TWO_STAGES, inside))
+    alone = GradientOptions(gradient_sync="p2p").notes(Placement(((0,), (1,))), ["a", "b"])
+    assert "there is one replica" in " ".join(alone)

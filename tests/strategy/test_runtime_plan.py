@@ -1,0 +1,216 @@
+"""Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launch import launch
+from runtime_plan_cases import Looks, Uneven
+from strategy_cases import Classifier, Setting, build, numbers, samples
+
+from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.strategy.profiling import _timed_sizes, alike_layers, alike_speeds
+
+
+def plain_metrics(folder: Path, cls: Any) -> dict[str, float]:
+    setting = Setting(folder=folder)
+    module = build(cls)
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(module, setting.loader(samples(32), 16))
+    trainer.validate(module, setting.loader(samples(16), 16), verbose=False)
+    return numbers(trainer.callback_metrics)
+
+
+def run(folder: Path, module: str, **holmes: Any) -> list[dict[str, Any]]:
+    payload = {"folder": str(folder), "module": module, "holmes": {"pipeline_parallel_size": 2, **holmes}}
+    return launch(2, "runtime_plan_cases:chosen", payload, timeout_s=120)
+
+
+def note(result: dict[str, Any], name: str) -> str:
+    return next(note for note in result["notes"] if note.startswith(f"{name}: "))
+
+
+def test_layers_go_by_cost_and_a_validation_behind_keeps_them(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "uneven", num_chunks=1)
+    assert first["layers"] == second["layers"] == (1, 5)
+    assert first["again"] == (1, 5), "parameters stay where they are"
+    assert first["notes"] == second["notes"] and first["predicted_s"] == second["predicted_s"] > 0
+    assert "self_adapting" in note(first, "partition") and "FLOPs counted" in note(first, "prediction")
+    assert "samples" in note(first, "num_microbatches")
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
+
+
+def test_one_stage_for_each_cluster_is_compared_with_other_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text("clusters:\n" + "".join(f"- {{name: {n}, hosts: [{{name: {n}, devices: 1}}]}}\n" for n in "ab"))
+    (first, _) = run(tmp_path, "uneven", pipeline_parallel_size="auto", num_chunks=1, topology=str(path))
+    others = note(first, "samples a second by prediction with another pipeline_parallel_size")
+    assert re.search(r": 1: \d+\.\d\dx$", others), others
+    assert first["layers"] == (1, 5), "what is told is not taken"
+
+
+def test_layers_may_be_timed_instead(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "uneven", num_microbatches=2, num_chunks=1, profile="measure")
+    assert first["layers"] == second["layers"] and sum(first["layers"]) == 6
+    assert "layers timed on every rank" in note(first, "prediction") and first["predicted_s"] > 0
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
+
+
+def test_where_everything_is_said_nothing_is_profiled(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "uneven", partition="uniform", num_microbatches=2, schedule="1f1b")
+    assert first["layers"] == (3, 3) and first["predicted_s"] is None
+    assert not any(text.startswith(("partition", "schedule", "num_microbatches")) for text in first["notes"])
+
+
+def test_a_step_that_reads_values_is_run_once_for_its_costs(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "looks", num_chunks=1)
+    assert first["layers"] == (1, 5)
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Looks), rel=1e-5)
+
+
+def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "classifier", partition=[1, 3], num_microbatches=2)
+    good, other_model, other_topology = (tmp_path / f"{name}.yaml" for name in ("good", "model", "topology"))
+    good.write_text(first["plan"])
+    other_model.write_text(first["plan"].replace("- 1\n- 3\n", "- 4\n- 3\n", 1))
+    other_topology.write_text(
+        first["plan"].replace("clusters:\n- cluster0\n- cluster0\n", "clusters:\n- east\n- west\n")
+    )
+    others = {
+        "class": ("module: Classifier", "module: Regressor", "made for the module Regressor, this one is Classifier"),
+        "size": ("num_parameters: ", "num_parameters: 9", "parameters, this one has "),
+        "hosts": ("hosts: 1", "hosts: 2", "its cluster cluster0 has 2 hosts, here that has 1"),
+    }
+    for name, (old, new, _) in others.items():
+        assert first["plan"].count(old) == 1, first["plan"]
+        (tmp_path / f"{name}.yaml").write_text(first["plan"].replace(old, new))
+    assert Plan.load(other_model).partition.num_layers == 7 and Plan.load(other_topology).clusters == ("east", "west")
+    paths = [good, other_model, other_topology, *(tmp_path / f"{name}.yaml" for name in others)]
+    payload = {"folder": str(tmp_path), "plans": [str(path) for path in paths]}
+    for messages in launch(2, "runtime_plan_cases:refused", payload, timeout_s=120):
+        assert messages[0] == ""
+        assert "ConfigurationError" in messages[1] and "deals 7 layers, this model has 4" in messages[1]
+        assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
+        for message, (_, _, words) in zip(messages[3:], others.values(), strict=True):
+            assert words in message, message
+
+
+def test_a_plan_that_the_command_writes_is_followed(tmp_path: Path) -> None:
+    batch = next(iter(Setting(folder=tmp_path).loader(samples(32), 16)))
+    request = PlanRequest(profile="measure", output=str(tmp_path / "plan.yaml"))
+    asked: dict[str, Any] = {"pipeline_parallel_size": 2, "partition": [3, 1], "num_microbatches": 4}
+    result = run_plan(
+        request,
+        build_model=lambda: build(Classifier),
+        load_batch=lambda module: batch,
+        strategy={"class_path": "lightning_holmes.HolmesStrategy", "init_args": asked},
+        trainer={"devices": "2"},
+    )
+    path = str(tmp_path / "plan.yaml")
+    payload = {"folder": str(tmp_path), "module": "classifier", "holmes": {"plan": path}}
+    for found in launch(2, "runtime_plan_cases:chosen", payload, timeout_s=120):
+        assert found["layers"] == result.best.partition.layer_counts == (3, 1)
+        assert found["schedule"] == (result.best.run.schedule, 1, 4)
+        assert found["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+def test_a_run_whose_plans_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    asked = [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "partition": [2, 2]}]
+    for refused, by_hand in launch(
+        2, "runtime_plan_cases:crowded", {"folder": str(tmp_path), "holmes": asked}, timeout_s=120
+    ):
+        assert "Classifier" in refused and "GiB a device are missing at the least" in refused
+        assert "What would make it fit: " in refused and "partition=[...]" in refused
+        assert "GiB a device are missing" in by_hand
+
+
+def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path) -> None:
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"sharded_optimizer": True, "grad_dtype": "bf16", "compression": "fp16", "activation_dtype": "bf16"},
+        {"sharded_optimizer": False, "compression": "powersgd", "powersgd_rank": 1, "grad_dtype": None},
+        {"master_weights": True},
+    ]
+    layout = {"pipeline_parallel_size": 2, "profile": "measure"}
+    cases = [
+        {"holmes": {**layout, **given}, "precision": "bf16-true" if "master_weights" in given else "32-true"}
+        for given in arguments
+    ]
+    first, _ = launch(2, "runtime_plan_cases:settings", {"folder": str(tmp_path), "cases": cases}, timeout_s=120)
+    assert len(first) == len(cases)
+    for case, lives in zip(cases, first, strict=True):
+        given = strategy_settings({"class_path": "HolmesStrategy", "init_args": case["holmes"]})
+        batch = next(iter(Setting(folder=tmp_path).loader(samples(32), 16)))
+        planned = make_cost_model(
+            PlanRequest(profile="measure"),
+            given,
+            build_model=lambda: build(Classifier),
+            load_batch=lambda module: batch,  # noqa: B023 - called at once
+            trainer={"devices": "2", "precision": case["precision"]},
+        ).training
+        commands = dataclasses.asdict(planned)
+        for measured in ("update_s_per_byte", "byte_s", "own_s"):
+            assert commands.pop(measured) > 0 and lives.pop(measured) > 0
+        assert commands == lives, case
+
+
+def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "classifier")
+    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_microbatches", "sizes"),
+    [
+        (16, "auto", (1, 4)),
+        (64, "auto", (4, 16)),
+        (16, 4, (4,)),
+        (3, "auto", (1, 2)),
+        (1, "auto", (1,)),
+        (9, 2, (5,)),
+        (2, 8, (1,)),
+    ],
+)
+def test_microbatches_of_two_sizes_are_timed_where_their_number_is_open(
+    batch_size: int, num_microbatches: int | str, sizes: tuple[int, ...]
+) -> None:
+    request = SimpleNamespace(
+        traced=SimpleNamespace(batch_size=batch_size),
+        options=SimpleNamespace(num_microbatches=num_microbatches),
+        layout=SimpleNamespace(placement=SimpleNamespace(pipeline_parallel_size=2)),
+    )
+    assert _timed_sizes(request) == sizes  # type: ignore[arg-type]
+
+
+def test_layers_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
+    def layer(seconds: float, held: float = 1e6) -> LayerCost:
+        return LayerCost(forward=seconds, backward=2 * seconds, parameter_bytes=1e6, held_bytes=held)
+
+    layers = (layer(1.0), layer(1.1), layer(0.9), layer(3.0), layer(1.05, held=2e6))
+    found = alike_layers(ModelCost(unit="seconds", microbatch_samples=1, layers=layers)).layers
+    assert found[0] == found[1] == found[2]
+    assert (found[0].forward, found[0].backward) == pytest.approx((1.0, 2.0))
+    assert found[3:] == layers[3:], "one of another speed, and one that holds more"
+
+
+@pytest.mark.parametrize(("seconds", "is_alike"), [(1.5, True), (2.0, False), (0.6, False)])
+def test_the_last_layer_may_be_slowed_by_what_its_backward_takes_from_the_system(
+    seconds: float, is_alike: bool
+) -> None:
+    layers = [LayerCost(forward=taken, backward=2 * taken, parameter_bytes=1e6) for taken in (1.0, 1.1, 0.9, seconds)]
+    for order, changed in ((layers, is_alike), (layers[::-1], False)):
+        found = alike_layers(ModelCost(unit="seconds", microbatch_samples=1, layers=tuple(order))).layers
+        slow = order.index(layers[3])
+        assert found[slow].forward == pytest.approx(1.0 if changed else seconds), "of the last layer alone"
+        assert found[1 if slow == 3 else 2].forward == pytest.approx(1.0), "and it adds nothing to the mean"
+
+
+def test_speeds_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
+    assert alike_speeds([10.0, 9.0, 5.0, 4.6], "cpu") == pytest.approx((9.5, 9.5, 4.8, 4.8))
+    assert alike_speeds([10.0, 9.0], "cuda") == (10.0, 9.0)
+    assert alike_speeds([2.0], "cpu") == (2.0,)
