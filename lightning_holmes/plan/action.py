@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 WHOLE_BATCH = -1
-"""The microbatch of an action that belongs to no single microbatch (REDUCE_GRADIENTS)."""
+"""The microbatch of an action that belongs to a whole stage (FETCH, RELEASE, REDUCE_GRADIENTS)."""
 
 
 class Op(enum.Enum):
@@ -23,6 +23,8 @@ class Op(enum.Enum):
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
+    FETCH = "FT"
+    RELEASE = "RL"
     REDUCE_GRADIENTS = "R"
 
 

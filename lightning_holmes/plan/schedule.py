@@ -18,7 +18,12 @@ What the actions mean, for a stage s and a microbatch m:
     I  s.m   BACKWARD_INPUT     compute the gradient of the input of s only
     W  s.m   BACKWARD_WEIGHT    compute what I left: the gradients of the parameters
     SG s.m   SEND_GRADIENT      start to send the gradient of the input of s to stage s-1
-    R  s     REDUCE_GRADIENTS   all microbatches of s are done; its microbatch is WHOLE_BATCH (-1)
+    FT s     FETCH              start to bring the parameters of s; its first computation waits for them
+    RL s     RELEASE            they may go: no computation of s follows before the next FETCH
+    R  s     REDUCE_GRADIENTS   all microbatches of s are done: start to take its gradients to whoever owns them
+
+The last three belong to a whole stage; their microbatch is WHOLE_BATCH (-1). A stage is held from its first computation
+to its last one, and fetched one stage ahead: before the first computation of the stage that this rank begins before it.
 
 Stage s lives on the rank that stage_ranks.py says; between stages of one rank nothing is sent. Three properties hold for
 every schedule, and validate_schedule checks them:
@@ -200,7 +205,7 @@ def _make_schedule(
 def _with_transfers(
     computes: list[list[Action]], ranks: tuple[int, ...], forward_only: bool, *, ahead: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Put sends after the computations, receives ahead of them, and the reductions at the end."""
+    """Put sends after the computations, receives ahead of them, and around each stage's its fetch, release and reduction."""
     # What arrives at a rank from each source, in the order in which the source sends it.
     arriving: list[dict[int, list[Action]]] = [{} for _ in computes]
     for source, order in enumerate(computes):
@@ -225,8 +230,10 @@ def _with_transfers(
                 needed_by = position[receive.op is Op.RECV_ACTIVATION, receive.stage, receive.microbatch]
                 deadline = min(deadline, needed_by)
                 posts[max(deadline - ahead, 0)].append((deadline, receive))
+        before, after = around_stages(order, forward_only)
         actions: list[Action] = []
-        for compute, posted in zip(order, posts, strict=True):
+        for index, (compute, posted) in enumerate(zip(order, posts, strict=True)):
+            actions += before.get(index, ())
             # Reversed back to the order of each source; the sort is stable, so it only mixes the sources.
             posted.reverse()
             posted.sort(key=lambda entry: entry[0])
@@ -235,11 +242,27 @@ def _with_transfers(
             send = _send_after(compute, ranks)
             if send is not None:
                 actions.append(send)
-        if not forward_only:
-            stages = [stage for stage, where in enumerate(ranks) if where == rank]
-            actions += [Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH) for stage in reversed(stages)]
+            actions += after.get(index, ())
         lists.append(tuple(actions))
     return tuple(lists)
+
+
+def around_stages(
+    order: list[Action], forward_only: bool
+) -> tuple[dict[int, list[Action]], dict[int, tuple[Action, ...]]]:
+    """What stands before and after the computations of a rank, by their places: fetches; reductions and releases."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, compute in enumerate(order):
+        first.setdefault(compute.stage, index)
+        last[compute.stage] = index
+    ends = (Op.RELEASE,) if forward_only else (Op.REDUCE_GRADIENTS, Op.RELEASE)
+    after = {index: tuple(Action(op, stage, WHOLE_BATCH) for op in ends) for stage, index in last.items()}
+    before: dict[int, list[Action]] = {}
+    begins = list(first.values())  # ascending
+    for stage, ahead in zip(first, [*begins[:1], *begins], strict=False):
+        before.setdefault(ahead, []).append(Action(Op.FETCH, stage, WHOLE_BATCH))
+    return before, after
 
 
 def _send_after(compute: Action, ranks: tuple[int, ...]) -> Action | None:

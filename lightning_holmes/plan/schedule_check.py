@@ -20,8 +20,9 @@ def validate_schedule(schedule: Schedule) -> None:
 
     Checked: every action is there once, on its rank; receives come before and sends after their computation,
     a backward after its forward, a weight backward after its input backward, a reduction after all backwards of its
-    stage, and a stage after that of its own rank which hands it something; for each ordered pair of ranks
-    the receives have the order of the sends; and no rank waits for ever.
+    stage, and a stage after that of its own rank which hands it something; each computation between a fetch and the
+    release of its stage; for each ordered pair of ranks the receives have the order of the sends; and no rank waits for
+    ever.
     """
     if len(schedule.actions) != schedule.pipeline_parallel_size:
         raise ValueError(
@@ -47,7 +48,7 @@ def validate_schedule(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
-    counts = Counter(actions)
+    counts = Counter(action for action in actions if action.op not in (Op.FETCH, Op.RELEASE))
     for action in _expected(schedule, rank):
         if counts.pop(action, 0) != 1:
             raise ValueError(f"rank {rank}: {action} must stand once, not {actions.count(action)} times")
@@ -59,6 +60,24 @@ def _check_actions(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -
             if needed not in done:
                 raise ValueError(f"rank {rank}: {action} stands before {needed}")
         done.add(action)
+    _check_residency(schedule, rank, actions)
+
+
+def _check_residency(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
+    """A stage's parameters are fetched before its computations, released after them, and each fetch has its release."""
+    held: set[int] = set()
+    for action in actions:
+        stage = action.stage
+        if action.op is Op.FETCH:
+            if stage in held or stage not in schedule.stages_of(rank) or action.microbatch != WHOLE_BATCH:
+                raise ValueError(f"rank {rank}: {action} does not belong here")
+            held.add(stage)
+        elif stage not in held and (action.op in COMPUTE_OPS or action.op is Op.RELEASE):
+            raise ValueError(f"rank {rank}: {action} stands where stage {stage} is not fetched")
+        elif action.op is Op.RELEASE:
+            held.discard(stage)
+    if held:
+        raise ValueError(f"rank {rank}: stage {min(held)} is never released")
 
 
 def _expected(schedule: Schedule, rank: int) -> list[Action]:

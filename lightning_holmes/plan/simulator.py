@@ -10,9 +10,9 @@ One replica is simulated. Replicas are alike and in step, so that where n of the
 at a time, each gets an n-th of it: StepCosts says so in the seconds a byte takes. Within the replica a card
 serves transfers in the order in which they are started, one at a time in each direction.
 
-Gradient reductions without overlap start where the schedule has them and the rank waits for each. With
-overlap they start with the last backward of their stage, layer by layer, and the rank waits at its end; transfers
-go first where both use a card. Where processors carry the bytes (sockets between hosts), each byte that is sent or
+Gradient reductions without overlap follow the rank's last action, one after the other. With overlap they start with the
+last backward of their stage, layer by layer, and the rank waits at its end; transfers go first where both use a card.
+Parameters that are fetched come one stage after the other, beside computing; a stage's first computation waits. Where processors carry the bytes (sockets between hosts), each byte that is sent or
 received takes some of its rank's own time, unless the rank waits anyway. Not modelled: ranks that are not alike within a
 replica's data-parallel group (the slowest counts).
 """
@@ -59,6 +59,7 @@ class StepCosts:
         message_s: seconds of the sender's own time that starting a transfer takes.
         byte_s: by rank, seconds of its own time for each byte that it carries to or from others.
         blocking_sends: a rank waits for what it sends to arrive, as in Megatron-LM's 1F1B; this package's runner does not.
+        fetch_s: by stage, seconds until its parameters have come after a FETCH.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
         reduce_cards: by stage, the cards that it goes through.
         reduce_own_s, gather_own_s: by stage, the rank's own time for what it carries beside computing when the stage's
@@ -79,6 +80,7 @@ class StepCosts:
     message_s: float = 0.0
     byte_s: tuple[float, ...] = ()
     blocking_sends: bool = False
+    fetch_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
     reduce_own_s: tuple[float, ...] = ()
     gather_own_s: tuple[float, ...] = ()
@@ -106,7 +108,10 @@ class StepCosts:
         return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
 
 
-_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_ACTIVATION, _SEND_GRADIENT, _REDUCE = range(7)
+_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_ACTIVATION, _SEND_GRADIENT, _FETCH, _RELEASE, _REDUCE = (
+    range(9)
+)
+_NO_TIME = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)  # posting
 _CODES = {
     Op.FORWARD: _FORWARD,
     Op.BACKWARD: _BACKWARD,
@@ -114,6 +119,8 @@ _CODES = {
     Op.BACKWARD_WEIGHT: _BACKWARD_WEIGHT,
     Op.SEND_ACTIVATION: _SEND_ACTIVATION,
     Op.SEND_GRADIENT: _SEND_GRADIENT,
+    Op.FETCH: _FETCH,
+    Op.RELEASE: _RELEASE,
     Op.REDUCE_GRADIENTS: _REDUCE,
 }
 
@@ -134,7 +141,7 @@ class _Simulation:
         self.rank_of = [schedule.rank_of(stage) for stage in range(stages)]
         self.num_ranks, self.num_stages, self.num_microbatches = ranks, stages, schedule.num_microbatches
         self.actions = [
-            [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op in _CODES]
+            [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op not in _NO_TIME]
             for actions in schedule.actions
         ]
         self.cursor = [0] * ranks
@@ -153,6 +160,8 @@ class _Simulation:
         self.held = [0.0] * ranks
         self.peak = [0.0] * ranks
         self.pending: list[list[int]] = [[] for _ in range(ranks)]
+        self.fetched: dict[int, float] = {}  # by stage, when its parameters have come
+        self.fetching = [0.0] * ranks  # until when a rank's fetches under way last
 
     def run(self) -> Timeline:
         for rank in range(self.num_ranks):
@@ -187,6 +196,10 @@ class _Simulation:
             code, stage, microbatch = actions[cursor]
             if code <= _BACKWARD_WEIGHT:
                 own_s = 0.0
+                come_s = self.fetched.pop(stage, 0.0)
+                if come_s > clock:
+                    self.reduced[rank] += come_s - clock
+                    clock = come_s
                 if self._waits(code, stage):
                     key = (min(code, _BACKWARD), stage, microbatch)
                     arrival = self.arrived.pop(key, None)
@@ -229,6 +242,10 @@ class _Simulation:
                         self.held[rank] -= costs.held_bytes[stage]
             elif code == _REDUCE:
                 clock = self._reduce(rank, stage, clock, cursor)
+            elif code == _FETCH:
+                self._fetch(rank, stage, clock)
+            elif code == _RELEASE:
+                self.fetched.pop(stage, None)
             else:
                 forward = code == _SEND_ACTIVATION
                 clock += costs.message_s + self._carrying_s(forward, stage + 1 if forward else stage - 1, rank)
@@ -287,25 +304,36 @@ class _Simulation:
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 
-    def _reduce(self, rank: int, stage: int, clock: float, cursor: int) -> float:
-        seconds = self.costs.reduce_s[stage] if self.costs.reduce_s else 0.0
+    def _fetch(self, rank: int, stage: int, clock: float) -> None:
+        """Bring a stage's parameters, after those that are on their way."""
+        seconds = self.costs.fetch_s[stage] if self.costs.fetch_s else 0.0
         if seconds == 0:
+            return
+        start = max(clock, self.fetching[rank])
+        self.fetching[rank] = self.fetched[stage] = start + seconds
+        self.spans[rank].append(Span("gather", start, start + seconds, stage, -1))
+
+    def _reduce(self, rank: int, stage: int, clock: float, cursor: int) -> float:
+        """A stage's gradients begin to be reduced; gives the rank's clock after its own work for it."""
+        if not self.costs.reduce_s or self.costs.reduce_s[stage] == 0:
             return clock
-        if self.costs.overlap_reduce:
-            self.pending[rank].append(stage)
-            own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0
-            if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
-                # nothing is computed after it: the last part's is taken where the rank waits for it
-                own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
-            return clock + own_s
-        self.spans[rank].append(Span("reduce", clock, clock + seconds, stage, -1))
-        self.reduced[rank] += seconds
-        return clock + seconds
+        self.pending[rank].append(stage)
+        own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s and self.costs.overlap_reduce else 0.0
+        if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
+            # nothing is computed after it: the last part's is taken where the rank waits for it
+            own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
+        return clock + own_s
 
     def _finish(self, rank: int) -> None:
-        """Overlapped reductions, the optimizer's step, and the gathering of parameters."""
+        """Reductions, the optimizer's step, and the gathering of parameters."""
         costs, clock = self.costs, self.clock[rank]
         free = 0.0
+        if not costs.overlap_reduce:
+            for stage in sorted(self.pending[rank], reverse=True):
+                self.spans[rank].append(Span("reduce", clock, clock + costs.reduce_s[stage], stage, -1))
+                self.reduced[rank] += costs.reduce_s[stage]
+                clock += costs.reduce_s[stage]
+            self.pending[rank].clear()
         for stage in sorted(self.pending[rank], key=lambda stage: self.last_backward[stage]):
             seconds = costs.reduce_s[stage]
             began, ended = self.last_backward[stage]

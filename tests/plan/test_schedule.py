@@ -12,10 +12,12 @@ from lightning_holmes.plan.schedule import (
     COMPUTE_OPS,
     RECV_OPS,
     SCHEDULE_NAMES,
+    SEND_OPS,
     WHOLE_BATCH,
     Action,
     Op,
     Schedule,
+    around_stages,
     make_schedule,
     max_in_flight,
 )
@@ -36,8 +38,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-def written(schedule: Schedule) -> list[str]:
-    return [" ".join(str(action) for action in actions) for actions in schedule.actions]
+def written(schedule: Schedule, *, without: tuple[Op, ...] = (Op.FETCH, Op.RELEASE)) -> list[str]:
+    return [" ".join(str(action) for action in actions if action.op not in without) for actions in schedule.actions]
 
 
 @given(schedules())
@@ -56,19 +58,54 @@ def test_valid_and_posted_ahead(schedule: Schedule) -> None:
 
 
 @given(schedules())
-def test_sends_follow_their_computation_and_reductions_come_last(schedule: Schedule) -> None:
+def test_sends_follow_their_computation_and_a_reduction_the_last_one_of_its_stage(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         for before, action in itertools.pairwise(actions):
             if action.op is Op.SEND_ACTIVATION:
                 assert before == Action(Op.FORWARD, action.stage, action.microbatch)
             if action.op is Op.SEND_GRADIENT:
                 assert before == Action(schedule.gradient_op(action.stage), action.stage, action.microbatch)
-        stages = schedule.stages_of(rank)
-        reductions = [Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH) for stage in reversed(stages)]
-        if schedule.forward_only:
-            assert not [action for action in actions if action.op is Op.REDUCE_GRADIENTS]
-        else:
-            assert list(actions[-len(stages) :]) == reductions
+        for stage in schedule.stages_of(rank):
+            mine = [action for action in actions if action.stage == stage and action.op not in RECV_OPS]
+            ends = ["RL"] if schedule.forward_only else ["R", "RL"]
+            assert [str(action) for action in mine[-len(ends) :]] == [f"{op}{stage}" for op in ends]
+            assert [action.op for action in mine].count(Op.REDUCE_GRADIENTS) == (not schedule.forward_only)
+
+
+@given(schedules())
+def test_parameters_are_fetched_one_stage_ahead(schedule: Schedule) -> None:
+    for actions in schedule.actions:
+        begun: list[int] = []  # stages in the order of their first computation
+        fetched: list[int] = []
+        for action in actions:
+            if action.op is Op.FETCH:
+                fetched.append(action.stage)
+                assert len(fetched) <= len(begun) + 2, "more than one stage ahead"
+            elif action.op in COMPUTE_OPS and action.stage not in begun:
+                begun.append(action.stage)
+                assert fetched[: len(begun)] == begun
+        assert fetched == begun
+
+
+def test_what_belongs_to_a_stage_by_hand() -> None:
+    chunks = {"pipeline_parallel_size": 2, "num_microbatches": 2, "num_chunks": 2}
+    assert written(make_schedule("interleaved_1f1b", **chunks), without=(*RECV_OPS, *SEND_OPS)) == [
+        "FT0 FT2 F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 R2 RL2 B0.0 B0.1 R0 RL0",
+        "FT1 FT3 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 R3 RL3 B1.0 B1.1 R1 RL1",
+    ]
+    assert written(make_schedule("interleaved_1f1b", **chunks, forward_only=True), without=(*RECV_OPS, *SEND_OPS)) == [
+        "FT0 FT2 F0.0 F0.1 RL0 F2.0 F2.1 RL2",
+        "FT1 FT3 F1.0 F1.1 RL1 F3.0 F3.1 RL3",
+    ]
+    three = " ".join(str(action) for action in _around(["F0", "F1", "F2", "B2", "B1", "B0"]))
+    assert three == "FT0 FT1 F0.0 FT2 F1.0 F2.0 B2.0 R2 RL2 B1.0 R1 RL1 B0.0 R0 RL0"
+
+
+def _around(computes: list[str]) -> list[Action]:
+    """Computations of one rank with what stands around their stages."""
+    order = [Action(Op(text[0]), int(text[1]), 0) for text in computes]
+    before, after = around_stages(order, forward_only=False)
+    return [a for i, compute in enumerate(order) for a in (*before.get(i, ()), compute, *after.get(i, ()))]
 
 
 @given(st.integers(1, 6), st.integers(1, 13))
@@ -191,8 +228,8 @@ def test_a_v_hands_over_within_the_last_rank() -> None:
     schedule = make_schedule("zero_bubble_v", pipeline_parallel_size=2, num_microbatches=1, num_chunks=2)
     assert [schedule.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
     assert written(schedule) == [
-        "RA3.0 F0.0 SA0.0 F3.0 I3.0 SG3.0 RG0.0 W3.0 B0.0 R3 R0",
-        "RA1.0 F1.0 RG2.0 F2.0 SA2.0 I2.0 W2.0 I1.0 SG1.0 W1.0 R2 R1",
+        "RA3.0 F0.0 SA0.0 F3.0 I3.0 SG3.0 RG0.0 W3.0 R3 B0.0 R0",
+        "RA1.0 F1.0 RG2.0 F2.0 SA2.0 I2.0 W2.0 R2 I1.0 SG1.0 W1.0 R1",
     ]
 
 
@@ -251,10 +288,14 @@ def test_refused(name: str, sizes: tuple[int, int, int], words: list[str]) -> No
 
 
 def rewritten(schedule: Schedule, rank: int, text: str) -> Schedule:
-    """The schedule with the actions of one rank replaced by those written in text."""
+    """The schedule with the actions of one rank replaced by those written in text; without fetches, all stages are held."""
     known = {str(action): action for actions in schedule.actions for action in actions}
+    words = text.split()
+    if "FT" not in text:
+        stages = schedule.stages_of(rank)
+        words = [*(f"FT{stage}" for stage in stages), *words, *(f"RL{stage}" for stage in stages)]
     actions = list(schedule.actions)
-    actions[rank] = tuple(known[word] for word in text.split())
+    actions[rank] = tuple(known[word] for word in words)
     return dataclasses.replace(schedule, actions=tuple(actions))
 
 
@@ -308,6 +349,29 @@ def test_the_checker_knows_split_backwards_and_hand_overs(name: str, rank: int, 
         validate_schedule(rewritten(schedule, rank, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 FT0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 B0.1 R0 RL0", r"F0\.0 stands where stage 0 is not fetched"),
+        ("FT0 F0.0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 RL0 B0.1 R0", r"B0\.1 stands where stage 0 is not fetched"),
+        ("FT0 F0.0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 B0.1 R0", r"rank 0: stage 0 is never released"),
+        ("FT0 FT0 F0.0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 B0.1 R0 RL0", r"FT0 does not belong here"),
+        ("FT1 FT0 F0.0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 B0.1 R0 RL0", r"FT1 does not belong here"),
+        ("RL0 FT0 F0.0 SA0.0 F0.1 SA0.1 RG0.0 B0.0 RG0.1 B0.1 R0 RL0", r"RL0 stands where stage 0 is not fetched"),
+    ],
+)
+def test_the_checker_knows_when_parameters_are_there(text: str, message: str) -> None:
+    schedule = make_schedule("gpipe", pipeline_parallel_size=2, num_microbatches=2)
+    with pytest.raises(ValueError, match=message):
+        validate_schedule(rewritten(schedule, 0, text))
+
+
+def test_a_stage_that_is_fetched_for_each_pass_is_right() -> None:
+    schedule = make_schedule("gpipe", pipeline_parallel_size=2, num_microbatches=2)
+    validate_schedule(rewritten(schedule, 0, "FT0 F0.0 SA0.0 F0.1 SA0.1 RL0 RG0.0 FT0 B0.0 RG0.1 B0.1 R0 RL0"))
+
+
 def test_actions_print_shortly() -> None:
+    assert str(Action(Op.FETCH, 3, WHOLE_BATCH)) == "FT3"
     assert str(Action(Op.FORWARD, 0, 3)) == "F0.3"
     assert str(Action(Op.REDUCE_GRADIENTS, 2, WHOLE_BATCH)) == "R2"

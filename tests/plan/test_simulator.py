@@ -214,6 +214,31 @@ def test_reductions_by_hand() -> None:
     assert timeline.step_s == 13 and timeline.exposed_s["data_parallel"] == 3 + 3
 
 
+def test_fetches_by_hand() -> None:
+    costs = StepCosts(forward_s=(1, 1, 1, 1), backward_s=(2, 2, 2, 2), fetch_s=(2, 0, 4, 0))
+    timeline = run("interleaved_1f1b", costs, 2, ranks=2, chunks=2)
+    gathers = [[(s.start_s, s.end_s, s.stage) for s in row if s.kind == "gather"] for row in timeline.spans]
+    # both are asked for at the start, since stage 2 is one ahead; the second waits for the first
+    assert gathers == [[(0, 2, 0), (2, 6, 2)], []]
+    # F0.0 waits for 2 s; F2.0 could start at 4 (after F1.0) and waits until 6
+    assert [(s.start_s, s.microbatch) for s in timeline.spans[0] if s.kind == "forward"] == [
+        (2, 0),
+        (3, 1),
+        (6, 0),
+        (7, 1),
+    ]
+    assert timeline.exposed_s["data_parallel"] == 2 + 2
+
+
+def test_reductions_without_overlap_follow_everything_by_hand() -> None:
+    costs = StepCosts(forward_s=(1, 1, 1, 1), backward_s=(2, 2, 2, 2), reduce_s=(3, 0, 5, 0))
+    timeline = run("interleaved_1f1b", costs, 2, ranks=2, chunks=2)
+    computed = max(s.end_s for s in timeline.spans[0] if s.kind == "backward")
+    reduced = [(s.start_s, s.end_s, s.stage) for s in timeline.spans[0] if s.kind == "reduce"]
+    assert reduced == [(computed, computed + 5, 2), (computed + 5, computed + 8, 0)]
+    assert timeline.step_s == computed + 8
+
+
 def test_what_processors_carry_takes_their_time_unless_they_wait_by_hand() -> None:
     routes = {pair: Route(0.0, (), carried=2.0) for pair in ((0, 1), (1, 0))}
     costs = StepCosts(
