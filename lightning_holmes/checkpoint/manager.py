@@ -100,7 +100,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        dealt: bool,
+        assigned: bool,
         background: bool,
     ) -> None:
         """Write ``checkpoint``, whose states are this rank's parts, as a folder; all ranks must call.
@@ -109,7 +109,7 @@ class CheckpointManager:
             order: the names of the whole ``state_dict``.
             parameters: those of them that are parameters.
             plan: the plan as YAML.
-            dealt: optimizer states are on one replica each already.
+            assigned: optimizer states are on one replica each already.
         """
         self._writer.wait()
         # gathered, not broadcast: after it every rank's writer has ended, and read what is to be forgotten
@@ -118,7 +118,7 @@ class CheckpointManager:
             self._last.forget(TOPICS)
         target = _local(name)
         systems = self._systems(job, target.parent)
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = FolderSave(**{**_fields(save), "values": self._staging.copy(save.values)})
         meeting = self._last = Meeting(_client(job), job.rank, job.size, token, job.timeout)
@@ -133,7 +133,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        dealt: bool,
+        assigned: bool,
     ) -> None:
         """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
 
@@ -148,7 +148,7 @@ class CheckpointManager:
         if systems is None:
             raise CheckpointError(f"nothing has been saved to {target.parent} before the failure")
         token = f"failure-{checkpoint['global_step']}"
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, dealt)
+        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         save.run(Meeting(_client(job), job.rank, job.size, f"{token}-{target.name}", _TOGETHER))
 
     def _folder_save(
@@ -161,7 +161,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        dealt: bool,
+        assigned: bool,
     ) -> FolderSave:
         rest = dict(checkpoint)
         state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
@@ -175,7 +175,7 @@ class CheckpointManager:
             target=target,
             token=token,
             file_systems=systems,
-            values=_share(job, values, parameters, dealt),
+            values=_share(job, values, parameters, assigned),
             order=order,
             num_optimizers=len(optimizers or []),
             rest=buffer.getvalue(),
@@ -279,9 +279,9 @@ class CheckpointManager:
         return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
 
 
-def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], dealt: bool) -> dict[Value, Any]:
+def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: bool) -> dict[Value, Any]:
     """What this rank writes; the ranks of a tensor group, which must call together, divide their replica's share."""
-    alone = {name: value for name, value in values.items() if dealt and name[0] != "state_dict"}
+    alone = {name: value for name, value in values.items() if assigned and name[0] != "state_dict"}
     alike = {name: value for name, value in values.items() if name not in alone}
     ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone
     if job.tensor_size == 1:
