@@ -38,6 +38,7 @@ from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 from lightning_holmes.strategy import admission
+from lightning_holmes.strategy.options import check_layout
 
 _SEED = 20231203
 
@@ -76,10 +77,9 @@ def check(
     Raises:
         ConfigurationError: arguments that do not go together.
     """
-    admission.check_arguments(
+    check_layout(
         pipeline_parallel_size=pipeline_parallel_size,
         num_microbatches=num_microbatches,
-        eval_num_microbatches=1,
         num_chunks=num_chunks,
         schedule=schedule,
         schedules=SCHEDULE_NAMES,

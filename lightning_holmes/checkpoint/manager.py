@@ -72,10 +72,6 @@ class CheckpointManager:
     """
 
     def __init__(self, *, distributed: bool | Literal["auto"], background: bool) -> None:
-        if distributed not in (True, False, "auto"):
-            raise ConfigurationError(
-                f'save_distributed_checkpoint={distributed!r}; use True (a folder), False (one file) or "auto"'
-            )
         self.distributed = distributed
         self.background = background
         self._writer = Writer()

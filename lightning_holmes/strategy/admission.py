@@ -1,4 +1,4 @@
-"""What the strategy admits: arguments, modules and optimizers that can be run exactly, or a reason why not.
+"""What the strategy admits: modules, trainers and optimizers that can be run exactly, or a reason why not.
 
 Every check here is made before training, on all ranks alike.
 """
@@ -22,9 +22,6 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.seeds import preserved_random_state
-from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
-from lightning_holmes.plan.partition import PARTITION_NAMES
-from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
 _TORCH_CLIPPING = frozenset(
@@ -50,61 +47,6 @@ _BATCH_HOOKS = {
     "test_step": ("on_test_batch_end", "on_test_batch_start"),
     "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
 }
-
-
-def check_arguments(
-    *,
-    pipeline_parallel_size: Any,
-    tensor_parallel_size: Any = 1,
-    num_microbatches: Any,
-    eval_num_microbatches: Any,
-    num_chunks: Any,
-    schedule: Any,
-    schedules: Sequence[str],
-    partition: Any = "self_adapting",
-    profile: Any = "auto",
-    backend: str | None = None,
-) -> None:
-    """Refuse strategy arguments that are wrong by themselves."""
-    for name, value in (
-        ("pipeline_parallel_size", pipeline_parallel_size),
-        ("num_microbatches", num_microbatches),
-        ("eval_num_microbatches", eval_num_microbatches),
-    ):
-        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f'{name}={value!r} must be "auto" or a whole number of at least 1')
-    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
-        raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r} must be a whole number of at least 1")
-    if num_chunks != "auto" and (isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1):
-        raise ConfigurationError(f'num_chunks={num_chunks!r} must be "auto" or a whole number of at least 1')
-    if isinstance(partition, str) and partition not in PARTITION_NAMES:
-        known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
-        raise ConfigurationError(
-            f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
-        )
-    if profile not in ("auto", "flops", "measure"):
-        raise ConfigurationError(f'profile={profile!r} is not known; write "auto", "flops" or "measure"')
-    if backend not in (None, "gloo", "nccl"):
-        raise ConfigurationError(f'process_group_backend={backend!r} is unknown; use "gloo", "nccl" or None')
-    if schedule not in schedules:
-        raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
-    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", *INTERLEAVED, *V_SHAPED):
-        raise ConfigurationError(
-            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
-        )
-    if num_chunks not in ("auto", 1, 2) and schedule in V_SHAPED:
-        raise ConfigurationError(
-            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs two chunks a rank, down the "
-            f"ranks and back up; leave num_chunks out"
-        )
-    if tensor_parallel_size > 1 and schedule in SPLITTING:
-        raise ConfigurationError(
-            f"schedule={schedule!r} with tensor_parallel_size={tensor_parallel_size}: the order in which a split backward "
-            f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
-            f'schedule="1f1b" or tensor_parallel_size=1'
-        )
-    if num_chunks == 1 and schedule in INTERLEAVED:
-        raise ConfigurationError(f'schedule="{schedule}" needs num_chunks of at least 2, say num_chunks=2')
 
 
 def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
@@ -159,23 +101,6 @@ def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", t
             f"part (between a column-wise and a row-wise layer, or under sequence parallelism) each part gets the mask of "
             f"the first: right on average, but not the numbers of one process"
         )
-
-
-def check_port_range(port_range: Any) -> tuple[int, int] | None:
-    """The strategy's ``port_range``, or None.
-
-    Raises:
-        ConfigurationError: it is not two ports in order.
-    """
-    if port_range is None:
-        return None
-    try:
-        first, last = port_range
-        if isinstance(first, int) and isinstance(last, int) and 0 < first <= last < 65536:
-            return first, last
-    except (TypeError, ValueError):
-        pass
-    raise ConfigurationError(f"port_range={port_range!r}: write the first and the last port, say [29500, 29600]")
 
 
 def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bool = True) -> None:

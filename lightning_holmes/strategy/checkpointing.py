@@ -6,7 +6,7 @@ A base of HolmesStrategy; what is done with states and files is lightning_holmes
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -25,17 +25,11 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.joining import JoiningStrategy
+from lightning_holmes.strategy.options import Options
 
 
 class CheckpointingStrategy(JoiningStrategy):
-    """Saves and loads for a strategy that sets ``_pipeline``, ``_plan`` and the like.
-
-    Args:
-        save_distributed_checkpoint: write folders, every rank its part, rather than one file; "auto" for more than
-            one process.
-        async_checkpoint: copy the state, and write while training goes on.
-        joining: JoiningStrategy's arguments.
-    """
+    """Saves and loads for a strategy that sets ``_pipeline``, ``_plan`` and the like."""
 
     _pipeline: PipelineModule | None
     _ended: PipelineModule | None
@@ -44,12 +38,10 @@ class CheckpointingStrategy(JoiningStrategy):
     _shards: ShardedOptimizer | None
     _base_seed: int
 
-    def __init__(
-        self, *, save_distributed_checkpoint: bool | Literal["auto"], async_checkpoint: bool, **joining: Any
-    ) -> None:
-        super().__init__(**joining)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._checkpoints = checkpoints.CheckpointManager(
-            distributed=save_distributed_checkpoint, background=async_checkpoint
+            distributed=options.save_distributed_checkpoint, background=options.async_checkpoint
         )
         self._saved_weights: tuple[Mapping[str, Any], bool] | None = None
         self._saved_seed: int | None = None
@@ -63,7 +55,7 @@ class CheckpointingStrategy(JoiningStrategy):
             size=self.world_size,
             replica=0 if groups is None else groups.data_parallel_rank,
             num_replicas=self.data_parallel_size,
-            timeout=self._timeout or timedelta(days=1),
+            timeout=self._options.timeout or timedelta(days=1),
             tensor_rank=0 if groups is None else groups.tensor_parallel_rank,
             tensor_size=1 if self._plan is None else self._plan.tensor_parallel_size,
         )

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,40 +34,21 @@ from lightning_holmes.comm.world import check_port_range, connect_world, without
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.strategy import admission, agreement
+from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.collectives import ReplicaCollectives
 from lightning_holmes.strategy.job_layout import Job, JobLayout, build_device_mesh, find_topology, lay_out_job
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.torch_private import default_store
 
 
 class JoiningStrategy(ReplicaCollectives):
-    """The processes of a strategy, from the launcher to process groups.
+    """The processes of a strategy, from the launcher to process groups."""
 
-    Args:
-        topology: a file, a Topology or "auto".
-        options: of them the parallel sizes, the schedule and the chunks, on which the layout depends.
-        activation_dtype: of what crosses between clusters; None for its own.
-        process_group_backend, timeout, port_range: of all groups and listeners.
-    """
-
-    def __init__(
-        self,
-        *,
-        topology: str | Topology,
-        options: PlanOptions,
-        activation_dtype: torch.dtype | None,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
-        port_range: tuple[int, int] | None,
-    ) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        self._topology_argument = topology
         self._options = options
-        self._activation_dtype = activation_dtype
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._process_group_backend = options.process_group_backend
         self._num_nodes = 1
-        self._port_range = admission.check_port_range(port_range)
         self._inventory: HostInventory | None = None
         self._user_settings = UserSettings()
         self._layout: JobLayout | None = None
@@ -174,7 +154,7 @@ class JoiningStrategy(ReplicaCollectives):
                 interface=None if self._inventory is None else self._inventory.main_interface,
                 several_hosts=several_hosts,
                 user=self._user_settings if refusal is None else UserSettings(),
-                timeout=self._timeout,
+                timeout=self._options.timeout,
             )
         if several_hosts and is_first:
             announce(default_store(), rank=self.global_rank, host=host)
@@ -187,8 +167,8 @@ class JoiningStrategy(ReplicaCollectives):
     def _refusal_of_this_host(self, backend: str, host: str) -> ConfigurationError | None:
         """What is wrong with the settings of this host alone, as other hosts cannot know."""
         try:
-            if self._inventory is not None and self._port_range is not None:
-                check_port_range(self._port_range)
+            if self._inventory is not None and self._options.ports is not None:
+                check_port_range(self._options.ports)
             self._user_settings.check_interfaces(backend, host=host, interfaces=local_interfaces())
         except ConfigurationError as refusal:
             return refusal
@@ -197,31 +177,32 @@ class JoiningStrategy(ReplicaCollectives):
     def _lay_out(self) -> None:
         """Topology, placement and process groups: all that does not depend on the module."""
         if self._layout is None:
+            asked = self._options.plan_options
             job = Job(
                 rank=self.global_rank,
                 world_size=self.world_size,
                 num_nodes=self.num_nodes,
                 backend=self._process_group_backend or "gloo",
                 device=self.root_device,
-                timeout=self._timeout,
-                port_range=self._port_range,
+                timeout=self._options.timeout,
+                port_range=self._options.ports,
                 inventory=self._inventory,
                 user=self._user_settings,
                 # groups are laid out without speeds; what is chosen by predicted cost needs them
-                measures_links=self._options.leaves_open and self._options.pipeline_parallel_size != 1,
+                measures_links=asked.leaves_open and asked.pipeline_parallel_size != 1,
             )
-            topology = find_topology(self._topology_argument, job)
+            topology = find_topology(self._options.topology, job)
             self._check_given_plan(topology)
             self._layout = lay_out_job(
                 topology,
-                pipeline_parallel_size=self._options.pipeline_parallel_size,
-                tensor_parallel_size=self._options.tensor_parallel_size,
-                num_chunks=self._options.num_chunks,
-                largest_num_chunks=self._options.largest_num_chunks,
-                schedule=self._options.schedule,
+                pipeline_parallel_size=asked.pipeline_parallel_size,
+                tensor_parallel_size=asked.tensor_parallel_size,
+                num_chunks=asked.num_chunks,
+                largest_num_chunks=asked.largest_num_chunks,
+                schedule=asked.schedule,
                 job=job,
                 facts=self._argument_facts(topology),
-                activation_dtype=self._activation_dtype,
+                activation_dtype=self._options.sent_dtype,
             )
             self._placement, self._groups = self._layout.placement, self._layout.groups
             if self._watch is not None:
@@ -239,15 +220,12 @@ class JoiningStrategy(ReplicaCollectives):
     @property
     def plan_options(self) -> PlanOptions:
         """What the arguments, or a plan file, ask for of what a plan decides."""
-        return self._options
-
-    def _arguments(self) -> dict[str, Any]:
-        """The strategy's arguments by name, which all ranks must have alike."""
-        raise NotImplementedError
+        return self._options.plan_options
 
     def _argument_facts(self, topology: Topology) -> dict[str, str]:
         """Versions and arguments: compared before groups are built, which differing ones would make hang."""
-        arguments = {"topology": topology.to_yaml(), **self._arguments()}
+        chosen = {"topology": topology.to_yaml(), "process_group_backend": self._process_group_backend}
+        arguments = self._options.arguments() | chosen
         return agreement.version_facts() | {f"HolmesStrategy({n}=)": repr(v) for n, v in arguments.items()}
 
     @property

@@ -24,7 +24,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.plan_request import PlanRequest, ProfileKind, RuntimePlan
+from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
 from lightning_holmes.strategy.runtime_plan import decide
 from lightning_holmes.strategy.stepping import SteppingStrategy
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
@@ -33,16 +33,16 @@ from lightning_holmes.strategy.tracing import TraceResult, trace_module
 class PlanningStrategy(SteppingStrategy):
     """Plans the run of a strategy that sets ``_builder``, ``_pipeline`` and the like."""
 
-    training_options: TrainingOptions
-    """The arguments that decide what a step sends and holds, as predictions take them."""
-    _plan_file: str | None
-    _given_plan: Plan | None
-    _profile: ProfileKind
     _splitter: BatchSplitter
     _plan: Plan | None = None
     _runtime_plan: RuntimePlan | None = None
     _builder: ModuleBuilder | None = None
     _pipeline: PipelineModule | None = None
+
+    @property
+    def training_options(self) -> TrainingOptions:
+        """The arguments that decide what a step sends and holds, as predictions take them."""
+        return self._options.training_options
 
     @property
     def plan(self) -> Plan:
@@ -60,7 +60,7 @@ class PlanningStrategy(SteppingStrategy):
         self, topology: Topology, structure: ModuleStructure | None = None, module: "pl.LightningModule | None" = None
     ) -> None:
         """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
-        plan = self._given_plan
+        plan = self._options.given_plan
         if plan is None:
             return
         check_plan(
@@ -71,7 +71,7 @@ class PlanningStrategy(SteppingStrategy):
             num_layers=None if structure is None else structure.num_layers,
             module=None if module is None else type(module).__name__,
             num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
-            source=f"the plan in {self._plan_file}",
+            source=f"the plan in {self._options.plan}",
         )
 
     def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:
@@ -93,7 +93,7 @@ class PlanningStrategy(SteppingStrategy):
             return trace_module(
                 self.lightning_module,
                 samples,
-                self._options,
+                self._options.plan_options,
                 pipeline_parallel_size=self._placement.pipeline_parallel_size,
                 traces=traces,
                 world_size=self.world_size,
@@ -110,10 +110,10 @@ class PlanningStrategy(SteppingStrategy):
                 module=self.lightning_module,
                 batch=batch,
                 traced=traced,
-                options=self._options,
+                options=self._options.plan_options,
                 training=self.training_options,
                 layout=dataclasses.replace(self._layout, notes=(*self._layout.notes, *notes)),
-                profile=self._profile,
+                profile=self._options.profile,
                 splitter=self._splitter,
                 device=self.root_device,
                 rank=self.global_rank,
@@ -122,7 +122,7 @@ class PlanningStrategy(SteppingStrategy):
                 stand_ins=self._builder.stand_ins,
                 former=self._runtime_plan,
                 predicts=predicts,
-                topology_given=self._topology_argument != "auto",
+                topology_given=self._options.topology != "auto",
             )
         )
 

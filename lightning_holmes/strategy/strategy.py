@@ -5,7 +5,6 @@ Trainer(strategy="holmes", devices=4)
 Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), devices=4)
 """
 
-import dataclasses
 import functools
 import gc
 import os
@@ -15,7 +14,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
@@ -26,24 +24,19 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
-from lightning_holmes.callbacks.timeline import TimelineMonitor, make_monitor
+from lightning_holmes.callbacks.timeline import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability
-from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
-from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
-from lightning_holmes.plan.stage_ranks import V_SHAPED
+from lightning_holmes.plan.schedule import ScheduleName
 from lightning_holmes.plan.sync_choice import SyncChoice
-from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import admission, agreement, sharding
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.averaging import WeightAverages
@@ -52,6 +45,7 @@ from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import Gradients
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import ProfileKind
 from lightning_holmes.strategy.planning import PlanningStrategy
 from lightning_holmes.strategy.split_trial import SplitTrial
@@ -145,68 +139,39 @@ class HolmesStrategy(PlanningStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         port_range: tuple[int, int] | None = None,
     ) -> None:
-        admission.check_arguments(
-            pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            num_microbatches=num_microbatches,
-            eval_num_microbatches=eval_num_microbatches,
-            num_chunks=num_chunks,
-            schedule=schedule,
-            schedules=("auto", *SCHEDULE_NAMES),
-            partition=partition,
-            profile=profile,
-            backend=process_group_backend,
-        )
-        if activation_dtype not in (None, "bf16"):
-            raise ConfigurationError(f'activation_dtype={activation_dtype!r} is unknown; use "bf16" or None')
-        options = PlanOptions(
-            pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            num_microbatches=num_microbatches,
-            eval_num_microbatches=eval_num_microbatches,
-            schedule=schedule,
-            num_chunks=2 if schedule in V_SHAPED else num_chunks,
-            partition=partition,
-            layers=layers,
-        )
-        given_plan = None if plan is None else Plan.load(plan)
-        if given_plan is not None:
-            options = options_of_plan(given_plan, options, source=str(plan))
         super().__init__(
-            topology=topology,
-            options=options,
-            activation_dtype=None if activation_dtype is None else torch.bfloat16,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            port_range=port_range,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            async_checkpoint=async_checkpoint,
+            Options(
+                topology=topology,
+                pipeline_parallel_size=pipeline_parallel_size,
+                tensor_parallel_size=tensor_parallel_size,
+                num_microbatches=num_microbatches,
+                eval_num_microbatches=eval_num_microbatches,
+                schedule=schedule,
+                num_chunks=num_chunks,
+                partition=partition,
+                profile=profile,
+                plan=plan,
+                layers=layers,
+                broadcast_batch=broadcast_batch,
+                save_distributed_checkpoint=save_distributed_checkpoint,
+                async_checkpoint=async_checkpoint,
+                gradient_sync=gradient_sync,
+                bucket_bytes=bucket_bytes,
+                grad_dtype=grad_dtype,
+                compression=compression,
+                powersgd_rank=powersgd_rank,
+                activation_dtype=activation_dtype,
+                sharded_optimizer=sharded_optimizer,
+                master_weights=master_weights,
+                monitor=monitor,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                port_range=port_range,
+            )
         )
-        self._plan_file, self._given_plan = plan, given_plan
-        self._monitor, self._monitor_argument = make_monitor(monitor), monitor
-        self._profile = profile
-        self._gradient_options = GradientOptions(
-            gradient_sync=gradient_sync,
-            bucket_bytes=bucket_bytes,
-            grad_dtype=grad_dtype,
-            compression=compression,
-            powersgd_rank=powersgd_rank,
-        )
-        self.training_options = TrainingOptions(
-            sharded_optimizer=sharded_optimizer,
-            master_weights=master_weights,
-            grad_dtype=grad_dtype,
-            compression=compression,
-            powersgd_rank=powersgd_rank,
-            activation_dtype=activation_dtype,
-        )
-        self._sharding_options = sharding.ShardingOptions(
-            sharded_optimizer=sharded_optimizer, master_weights=master_weights
-        )
+        self._monitor = self._options.make_monitor()
         self._shards = None
-        self._broadcast_batch = broadcast_batch
         self._ended: PipelineModule | None = None
-        self._chooses_schedule = schedule == "auto" and plan is None  # a plan file decides it
         self._parameter_groups: ParameterGroups | None = None
         self._signals: BatchSignals | None = None
         self._changed: list[WeightAverages | GradNormExchange | ParameterGroups | ReplicaMetrics] = []
@@ -254,13 +219,15 @@ class HolmesStrategy(PlanningStrategy):
             schedule=self._plan.schedule,
             num_chunks=self._plan.num_chunks,
             device=self.root_device,
-            broadcast_batch=self._broadcast_batch,
+            broadcast_batch=self._options.broadcast_batch,
             splitter=self._splitter,
             tensor_p2p=self._groups.tensor_p2p,
         )
         if fitting and self._plan.pipeline_parallel_size > 1:
             self._show_whole_module_to_callbacks(trainer)
-            self._trial = SplitTrial(self._plan, self._driver, self.root_device) if self._chooses_schedule else None
+            self._trial = (
+                SplitTrial(self._plan, self._driver, self.root_device) if self._options.chooses_schedule else None
+            )
         self._follow_trainer(trainer)
 
     def _align_ranks(self, trainer: "pl.Trainer", fitting: bool) -> None:
@@ -272,7 +239,7 @@ class HolmesStrategy(PlanningStrategy):
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             admission.check_run(module, trainer, is_pipeline=is_pipeline)
-        admission.check_tensor_parallel(module, trainer, self._options.tensor_parallel_size)
+        admission.check_tensor_parallel(module, trainer, self._options.plan_options.tensor_parallel_size)
         builder = self._builder = self._builder or self._make_builder()
         builder.adopt(module)
         agreement.compare_ranks(agreement.module_facts(module), self.world_size)
@@ -296,7 +263,7 @@ class HolmesStrategy(PlanningStrategy):
         samples = self._samples(trainer)
         traced = self._trace(samples)
         clusters = [cluster.name for cluster, _ in layout.topology.places()]
-        notes = self._gradient_options.notes(self._placement, clusters) if fitting else []
+        notes = self._options.gradient_options.notes(self._placement, clusters) if fitting else []
         self._check_given_plan(layout.topology, traced.structure, module)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
@@ -322,7 +289,7 @@ class HolmesStrategy(PlanningStrategy):
         admission.check_optimizers(self.optimizers)
         group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
         separability = None
-        wanted = sharding.wants_shards(self._sharding_options, self.data_parallel_size)
+        wanted = sharding.wants_shards(self._options.sharding_options, self.data_parallel_size)
         if self.optimizers and (wanted or sharding.may_couple(self.optimizers[0], self._plan)):
             separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
             sharding.refuse_coupling(separability, self._plan)
@@ -343,9 +310,9 @@ class HolmesStrategy(PlanningStrategy):
             self._plan,
             self.root_device,
             scaler=getattr(self.precision_plugin, "scaler", None),
-            options=self._gradient_options,
+            options=self._options.gradient_options,
             board=self._make_board(),
-            flat=self._sharding_options.master_weights,
+            flat=self._options.sharding_options.master_weights,
         )
         self._gradients.take_over_clipping(self.precision_plugin)
         self._shard_optimizer(trainer, separability)
@@ -379,7 +346,7 @@ class HolmesStrategy(PlanningStrategy):
         optimizer = self.optimizers[0]
         local = self._pipeline.local_parameters
         self._shards, choice = sharding.shard_optimizer(
-            self._sharding_options,
+            self._options.sharding_options,
             found,
             optimizer,
             [[n for n in names if n in local] for names in self._parameter_groups.names_of(optimizer)],
@@ -414,22 +381,6 @@ class HolmesStrategy(PlanningStrategy):
         for changed in (averages, norms):
             changed.install()
             self._changed.append(changed)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self._options),
-            "profile": self._profile,
-            **dataclasses.asdict(self._gradient_options),
-            **dataclasses.asdict(self._sharding_options),
-            "activation_dtype": self._activation_dtype,
-            "broadcast_batch": self._broadcast_batch,
-            "process_group_backend": self._process_group_backend,
-            "save_distributed_checkpoint": self._checkpoints.distributed,
-            "async_checkpoint": self._checkpoints.background,
-            "monitor": self._monitor_argument,
-            "timeout": self._timeout,
-            "port_range": self._port_range,
-        }
 
     def _summarise_whole_module(self, trainer: "pl.Trainer") -> None:
         """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""

@@ -1,0 +1,225 @@
+"""Options: HolmesStrategy's arguments, checked, and the views of them that plans, gradients and groups are made from.
+
+    options = Options(schedule="zero_bubble_v", num_chunks="auto", plan=None, ...)
+    options.plan_options.num_chunks         # 2: what the schedule asks for
+    options.arguments()                     # by name, to be compared between ranks
+
+The defaults stand in HolmesStrategy's signature, where users read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from lightning_holmes.callbacks.timeline import TimelineMonitor, make_monitor
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.gradient_options import GradientOptions
+from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
+from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.stage_ranks import V_SHAPED
+from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.strategy.plan_request import ProfileKind
+from lightning_holmes.strategy.sharding import ShardingOptions
+
+_View = TypeVar("_View", GradientOptions, ShardingOptions, TrainingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments as they were given; HolmesStrategy's docstring says what each means.
+
+    Raises:
+        ConfigurationError: an argument that is impossible by itself, or beside another; names both and the fix.
+    """
+
+    topology: str | Topology
+    pipeline_parallel_size: int | Literal["auto"]
+    tensor_parallel_size: int
+    num_microbatches: int | Literal["auto"]
+    eval_num_microbatches: int | Literal["auto"]
+    schedule: str
+    num_chunks: int | Literal["auto"]
+    partition: str | Sequence[int]
+    profile: ProfileKind
+    plan: str | None
+    layers: str
+    broadcast_batch: bool
+    save_distributed_checkpoint: bool | Literal["auto"]
+    async_checkpoint: bool
+    gradient_sync: str
+    bucket_bytes: int | Literal["auto"]
+    grad_dtype: str | None
+    compression: str | None
+    powersgd_rank: int
+    activation_dtype: str | None
+    sharded_optimizer: bool | Literal["auto"]
+    master_weights: bool
+    monitor: bool | int
+    process_group_backend: str | None
+    timeout: timedelta | None
+    port_range: Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        check_layout(
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_microbatches=self.num_microbatches,
+            eval_num_microbatches=self.eval_num_microbatches,
+            num_chunks=self.num_chunks,
+            schedule=self.schedule,
+            schedules=("auto", *SCHEDULE_NAMES),
+            partition=self.partition,
+        )
+        _check_one_of("profile", self.profile, ("auto", "flops", "measure"))
+        _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
+        _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
+        _check_one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False, "auto"))
+        make_monitor(self.monitor)
+        # what checks itself when it is made; a plan file is read here
+        _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
+
+    @functools.cached_property
+    def given_plan(self) -> Plan | None:
+        """The plan of the file that ``plan`` names."""
+        return None if self.plan is None else Plan.load(self.plan)
+
+    @functools.cached_property
+    def plan_options(self) -> PlanOptions:
+        """What the arguments, or the plan file, ask for of what a plan decides."""
+        asked = PlanOptions(
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_microbatches=self.num_microbatches,
+            eval_num_microbatches=self.eval_num_microbatches,
+            schedule=self.schedule,
+            num_chunks=2 if self.schedule in V_SHAPED else self.num_chunks,
+            partition=self.partition,
+            layers=self.layers,
+        )
+        return asked if self.given_plan is None else options_of_plan(self.given_plan, asked, source=str(self.plan))
+
+    @property
+    def chooses_schedule(self) -> bool:
+        """Whether nobody has named a schedule, neither the argument nor a plan file."""
+        return self.schedule == "auto" and self.plan is None
+
+    @functools.cached_property
+    def gradient_options(self) -> GradientOptions:
+        """How gradients gather and are summed."""
+        return _taken(GradientOptions, self)
+
+    @functools.cached_property
+    def sharding_options(self) -> ShardingOptions:
+        """Whether the optimizer is sharded, and steps fp32 weights."""
+        return _taken(ShardingOptions, self)
+
+    @functools.cached_property
+    def training_options(self) -> TrainingOptions:
+        """What decides what a step sends and holds, as predictions take it."""
+        return _taken(TrainingOptions, self)
+
+    @property
+    def sent_dtype(self) -> torch.dtype | None:
+        """Of activations that cross between clusters; None for their own."""
+        return None if self.activation_dtype is None else torch.bfloat16
+
+    @functools.cached_property
+    def ports(self) -> tuple[int, int] | None:
+        """``port_range`` as a pair: a YAML file gives a list."""
+        if self.port_range is None:
+            return None
+        try:
+            first, last = self.port_range
+            if isinstance(first, int) and isinstance(last, int) and 0 < first <= last < 65536:
+                return first, last
+        except (TypeError, ValueError):
+            pass
+        raise ConfigurationError(
+            f"port_range={self.port_range!r}: write the first and the last port, say [29500, 29600]"
+        )
+
+    def make_monitor(self) -> TimelineMonitor | None:
+        """The callback that ``monitor`` asks for."""
+        return make_monitor(self.monitor)
+
+    def arguments(self) -> dict[str, Any]:
+        """By name what all ranks must have alike: a plan file by what it asks for, the topology apart."""
+        given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        del given["topology"], given["plan"]
+        return given | dataclasses.asdict(self.plan_options) | {"port_range": self.ports}
+
+
+def _taken(kind: type[_View], options: Options) -> _View:
+    """A dataclass of the options of the same names."""
+    return kind(**{entry.name: getattr(options, entry.name) for entry in dataclasses.fields(kind)})
+
+
+def _check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        *others, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in known)
+        raise ConfigurationError(f"{name}={value!r} is not known; use {', '.join(others)} or {last}")
+
+
+def check_layout(
+    *,
+    pipeline_parallel_size: Any,
+    tensor_parallel_size: Any = 1,
+    num_microbatches: Any,
+    eval_num_microbatches: Any = "auto",
+    num_chunks: Any,
+    schedule: Any,
+    schedules: Sequence[str],
+    partition: Any = "self_adapting",
+) -> None:
+    """Refuse arguments that lay out a pipeline where they are wrong by themselves. ``schedules``: those there are.
+
+    Raises:
+        ConfigurationError: names the argument, and what it may be.
+    """
+    for name, value, may_be_auto in (
+        ("pipeline_parallel_size", pipeline_parallel_size, True),
+        ("num_microbatches", num_microbatches, True),
+        ("eval_num_microbatches", eval_num_microbatches, True),
+        ("tensor_parallel_size", tensor_parallel_size, False),
+        ("num_chunks", num_chunks, True),
+    ):
+        if may_be_auto and value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            auto = '"auto" or ' if may_be_auto else ""
+            raise ConfigurationError(f"{name}={value!r} must be {auto}a whole number of at least 1")
+    if isinstance(partition, str) and partition not in PARTITION_NAMES:
+        known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
+        raise ConfigurationError(
+            f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
+        )
+    if schedule not in schedules:
+        raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
+    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", *INTERLEAVED, *V_SHAPED):
+        raise ConfigurationError(
+            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
+        )
+    if num_chunks not in ("auto", 1, 2) and schedule in V_SHAPED:
+        raise ConfigurationError(
+            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs two chunks a rank, down the "
+            f"ranks and back up; leave num_chunks out"
+        )
+    if tensor_parallel_size > 1 and schedule in SPLITTING:
+        raise ConfigurationError(
+            f"schedule={schedule!r} with tensor_parallel_size={tensor_parallel_size}: the order in which a split backward "
+            f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
+            f'schedule="1f1b" or tensor_parallel_size=1'
+        )
+    if num_chunks == 1 and schedule in INTERLEAVED:
+        raise ConfigurationError(f'schedule="{schedule}" needs num_chunks of at least 2, say num_chunks=2')
