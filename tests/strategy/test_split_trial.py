@@ -13,8 +13,9 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_holmes import HolmesStrategy, split_trial
+    from lightning_holmes import HolmesStrategy
     from lightning_holmes.plan.split_choice import Choice, choose_split
+    from lightning_holmes.strategy import split_trial
 
     class Stack(pl.LightningModule):
         def __init__(self) -> None:
