@@ -28,9 +28,10 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.profile import profile_step
+from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
+from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition

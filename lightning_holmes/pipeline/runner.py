@@ -3,158 +3,131 @@
 Every schedule is the same to it. Receives are posted where the schedule says, sends are not waited for.
 Shapes are learnt when a batch of a new signature first passes, and sent ahead of its tensors once.
 
-    for _ in runner.run(job): pass        # a generator, so that one process can run all stages in turn
+    for _ in runner.run(request, microbatches): pass        # a generator, so that one process can run all stages in turn
 """
 
 import collections
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_holmes.comm.exchange import LocalExchange
 from lightning_holmes.comm.p2p import P2P, PendingReceive, TensorSpec
+from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.anomaly import naming_parameters
-from lightning_holmes.pipeline.split_backward import (
-    Accumulate,
-    SplitBackward,
-    check_splittable,
-    checkpointing_refused,
-)
-from lightning_holmes.pipeline.split_meter import SplitMeter
+from lightning_holmes.pipeline.request import Microbatches, StepRequest
+from lightning_holmes.pipeline.split_backward import SplitBackward, check_splittable, checkpointing_refused
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.pipeline.step_clock import StepClock
-from lightning_holmes.plan.schedule import Action, Op, Schedule
+from lightning_holmes.plan.schedule import Action, Op
 from lightning_holmes.torch_private import noticing_checkpoints
 
 TOPIC_SHAPES = 1
 
 
-class BackwardListener(Protocol):
-    """Who wants to know how far the backwards of a batch have come: what gathers the gradients."""
-
-    def last_backward(self, stage: int) -> None:
-        """The last backward of the batch through ``stage`` begins; until it ends no other one runs."""
-
-    def backwards_done(self, stage: int) -> None:
-        """It has ended: nothing more is to come for the parameters of ``stage``."""
-
-    def actions_done(self) -> None:
-        """All that this rank had to do for the batch is done, or on its way."""
-
-
-@dataclass(slots=True, kw_only=True)
-class StepJob:
-    """One batch's work on one rank.
-
-    ``step(run, microbatch)`` calls the user's step; ``loss_scales`` multiplies each microbatch's loss for
-    the backward (None: no backward); ``seeds`` are those of the microbatches (None: leave the generators
-    alone); ``signatures`` tell microbatches of different shapes apart; ``after_forwards()`` is called when this
-    rank has run its last forward, while backwards go on; ``listener`` is told of the backwards.
-    ``accumulate(name, gradient)`` takes the gradients that a split backward gives (None: into ``grad``). ``meter`` times the
-    parts of backwards. ``outputs`` is filled on the rank of the last stage.
-    """
-
-    schedule: Schedule
-    step_name: str
-    step: Callable[[StageRun, int], Any]
-    signatures: Sequence[Hashable]
-    seeds: Sequence[int] | None = None
-    loss_scales: Callable[[], Sequence[float]] | None = None
-    after_forwards: Callable[[], None] | None = None
-    listener: BackwardListener | None = None
-    accumulate: Accumulate | None = None
-    meter: SplitMeter | None = None
-    outputs: list[Any] = field(default_factory=list)
-
-
 class PipelineRunner:
-    """Runs jobs on the stages of ``module`` that this rank holds."""
+    """Runs batches on the stages of ``module`` that this rank holds."""
 
     def __init__(self, module: PipelineModule, p2p: P2P | None) -> None:
         self.module = module
         self.p2p = p2p
-        self.clock: StepClock | None = None  # of a monitored run
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
         self.without_checkpoints: set[Hashable] = set()
 
-    def run(self, job: StepJob) -> Generator[None, None, None]:
-        """Execute this rank's actions; yields wherever it would wait on another stage of the same process.
+    def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:
+        """Perform every action of this rank's schedule; yields wherever it would wait on another stage of the same process.
 
         Collective over the ranks of one pipeline.
         """
         rank = 0 if self.p2p is None else self.p2p.rank
-        batch = _Batch(self, job)
-        job.outputs = [None] * job.schedule.num_microbatches
-        for action in job.schedule.actions[rank]:
+        batch = _Batch(self, request, microbatches)
+        microbatches.outputs = [None] * microbatches.schedule.num_microbatches
+        for action in microbatches.schedule.actions[rank]:
             yield from batch.perform(action)
-        if job.listener is not None:
-            job.listener.actions_done()
+            request.observer.performed(action)
         if self.p2p is not None:
-            start = None if self.clock is None else self.clock.mark()
+            start = request.observer.mark()
             self.p2p.finish()
-            if self.clock is not None:
-                self.clock.add("wait", start)
+            request.observer.add("wait", start)
 
 
 class _Batch:
     """The state of one batch on its way through this rank."""
 
-    def __init__(self, runner: PipelineRunner, job: StepJob) -> None:
+    def __init__(self, runner: PipelineRunner, request: StepRequest, microbatches: Microbatches) -> None:
         self.runner = runner
         self.module = runner.module
-        self.clock = runner.clock
-        self.job = job
-        self.schedule = job.schedule
-        self.last_stage = job.schedule.num_stages - 1
+        self.request = request
+        self.microbatches = microbatches
+        self.observer = request.observer
+        self.exchange = request.exchange or LocalExchange(runner.module.module)
+        self.schedule = microbatches.schedule
+        self.last_stage = self.schedule.num_stages - 1
         self.runs: dict[tuple[int, int], StageRun] = {}
         self.halves: dict[tuple[int, int], SplitBackward] = {}  # whose weights are still to come
         # receives of each source in the order of its sends; those of unknown shape wait here to be posted
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
+        self.fetches: dict[int, Work] = {}
         self.scales: Sequence[float] | None = None
-        self.forwards_left = len(self.module.stages) * job.schedule.num_microbatches
-        self.backwards_left = dict.fromkeys(self.module.stages, job.schedule.num_microbatches)
+        self.forwards_left = len(self.module.stages) * self.schedule.num_microbatches
+        self.backwards_left = dict.fromkeys(self.module.stages, self.schedule.num_microbatches)
 
     def perform(self, action: Action) -> Generator[None, None, None]:
-        if action.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+        """Do what an action says; there is none that is passed over."""
+        op, stage = action.op, action.stage
+        if op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
             source = self._source(action)
             self.queues[source].append(action)
             self._post_known(source)
-        elif action.op is Op.FORWARD:
+        elif op is Op.FORWARD:
             yield from self._forward(action)
             self.forwards_left -= 1
-            if self.forwards_left == 0 and self.job.after_forwards is not None:
-                self.job.after_forwards()
-        elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            if self.forwards_left == 0 and self.microbatches.after_forwards is not None:
+                self.microbatches.after_forwards()
+        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             yield from self._backward(action)
-        elif action.op is Op.BACKWARD_WEIGHT:
+        elif op is Op.BACKWARD_WEIGHT:
             self._backward_weight(action)
-        elif action.op is Op.SEND_ACTIVATION:
-            start = None if self.clock is None else self.clock.mark()
+        elif op is Op.SEND_ACTIVATION:
+            start = self.observer.mark()
             self._send_activation(action)
-            if self.clock is not None:
-                self.clock.add("send_activation", start, action.stage, action.microbatch)
-        elif action.op is Op.SEND_GRADIENT:
-            start = None if self.clock is None else self.clock.mark()
+            self.observer.add("send_activation", start, stage, action.microbatch)
+        elif op is Op.SEND_GRADIENT:
+            start = self.observer.mark()
             self._send_gradient(action)
-            if self.clock is not None:
-                self.clock.add("send_gradient", start, action.stage, action.microbatch)
+            self.observer.add("send_gradient", start, stage, action.microbatch)
+        elif op is Op.FETCH:
+            work = self.exchange.fetch(stage)
+            if work is not None:
+                self.fetches[stage] = work
+        elif op is Op.RELEASE:
+            self.exchange.release(stage)
+        elif op is Op.REDUCE_GRADIENTS:
+            self.exchange.reduce(stage)
+        else:
+            raise AssertionError(f"the runner does not know how to perform {action}")
+
+    def _await_parameters(self, stage: int) -> None:
+        """Before a computation of ``stage``: its parameters have come."""
+        work = self.fetches.pop(stage, None)
+        if work is not None:
+            start = self.observer.mark()
+            work.wait()
+            self.observer.add("wait", start)
 
     # computing
 
     def _forward(self, action: Action) -> Generator[None, None, None]:
-        job, stage, microbatch, clock = self.job, action.stage, action.microbatch, self.clock
-        start = None if clock is None else clock.mark()
-        run = StageRun(
-            stage=stage,
-            step_name=job.step_name,
-            seed=None if job.seeds is None else job.seeds[microbatch],
-        )
+        stage, microbatch, observer = action.stage, action.microbatch, self.observer
+        self._await_parameters(stage)
+        start = observer.mark()
+        seeds = self.microbatches.seeds
+        run = StageRun(stage=stage, step_name=self.request.step_name, seed=None if seeds is None else seeds[microbatch])
         if stage > 0 and self._is_here(stage - 1):
             run.received = self._handed_over(stage - 1, microbatch)
         elif stage > 0:
@@ -162,30 +135,29 @@ class _Batch:
             tensors = yield from self._arrived(arrival)
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
-            if clock is not None:
-                start = clock.add("wait_activation", start, stage, microbatch)
+            start = observer.add("wait_activation", start, stage, microbatch)
         with self._watching(run, microbatch):
-            output = self.module.forward_step(run, lambda: job.step(run, microbatch))
-        if clock is not None:
-            clock.add("forward", start, stage, microbatch)
+            output = self.module.forward_step(run, lambda: self.microbatches.step(run, microbatch))
+        observer.add("forward", start, stage, microbatch)
         if stage == self.last_stage:
-            job.outputs[microbatch] = output
-        if job.loss_scales is not None or stage < self.last_stage:
+            self.microbatches.outputs[microbatch] = output
+        if self.request.trains or stage < self.last_stage:
             self.runs[stage, microbatch] = run
 
     def _backward(self, action: Action) -> Generator[None, None, None]:
-        stage, microbatch, clock = action.stage, action.microbatch, self.clock
-        start = None if clock is None else clock.mark()
+        stage, microbatch, observer = action.stage, action.microbatch, self.observer
+        self._await_parameters(stage)
+        start = observer.mark()
         run = self.runs[stage, microbatch]
         if stage == self.last_stage:
-            assert self.job.loss_scales is not None
             if self.scales is None:
-                self.scales = self.job.loss_scales()
-                start = None if clock is None else clock.add("wait", start)  # for the replicas' weights
-            output = self.job.outputs[microbatch]
-            roots = [loss_of(output, self.job.step_name)]
+                assert self.microbatches.scales is not None, "only the last stage has losses"
+                self.scales = self.microbatches.scales()
+                start = observer.add("wait", start)  # for the replicas' weights
+            outputs = self.microbatches.outputs
+            roots = [loss_of(outputs[microbatch], self.request.step_name)]
             gradients = [torch.full_like(roots[0], self.scales[microbatch])]
-            self.job.outputs[microbatch] = tree.map_tensors(Tensor.detach, output)
+            outputs[microbatch] = tree.map_tensors(Tensor.detach, outputs[microbatch])
             if self.scales[microbatch] == 0:
                 roots, gradients = [], []
         else:
@@ -195,79 +167,57 @@ class _Batch:
                 gradients = _input_gradients(self.runs.pop((stage + 1, microbatch)))
             else:
                 gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
-            if clock is not None:
-                start = clock.add("wait_gradient", start, stage, microbatch)
+            start = observer.add("wait_gradient", start, stage, microbatch)
             run.payload = None
-        listener = self._listener_of_last(stage) if action.op is Op.BACKWARD else None
-        if listener is not None:
-            listener.last_backward(stage)
+        splits = action.op is Op.BACKWARD_INPUT
+        if not splits:
+            self._count_backward(stage)
         run.backward = True
+        parameters = self.module.parameters_of(stage)
         with self.module.running(run), naming_parameters(self.module.module, roots, self._place(action)):
-            if action.op is Op.BACKWARD_INPUT:
-                parameters = self.module.parameters_of(stage)
+            if splits:
                 half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
-                half.input(self._accumulate)
-            elif roots and self.job.meter is not None:
-                parameters = self.module.parameters_of(stage)
-                self.job.meter.backward(stage, roots, gradients, run.received, parameters, self._accumulate)
+                half.input(self.exchange.add)
             elif roots:
-                torch.autograd.backward(roots, gradients)
-        if listener is not None:
-            listener.backwards_done(stage)
-        if clock is not None:
-            split = action.op is Op.BACKWARD_INPUT
-            clock.add("backward_input" if split else "backward", start, stage, microbatch)
+                observer.backward(stage, roots, gradients, run.received, parameters, self.exchange.add)
+        observer.add("backward_input" if splits else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
 
     def _backward_weight(self, action: Action) -> None:
-        start = None if self.clock is None else self.clock.mark()
+        start = self.observer.mark()
         half = self.halves.pop((action.stage, action.microbatch))
-        listener = self._listener_of_last(action.stage)
-        if listener is not None:
-            listener.last_backward(action.stage)
+        self._count_backward(action.stage)
         with naming_parameters(self.module.module, half.places, self._place(action)):
-            half.weight(self._accumulate)
-        if listener is not None:
-            listener.backwards_done(action.stage)
-        if self.clock is not None:
-            self.clock.add("backward_weight", start, action.stage, action.microbatch)
+            half.weight(self.exchange.add)
+        self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
-    def _listener_of_last(self, stage: int) -> BackwardListener | None:
-        """Counts a backward, a split one when its weights' part begins; the listener if it is the stage's last."""
+    def _count_backward(self, stage: int) -> None:
+        """A backward begins, a split one with its weights' part; the exchange knows of a stage's last one."""
         self.backwards_left[stage] -= 1
-        return None if self.backwards_left[stage] else self.job.listener
+        if self.backwards_left[stage] == 0:
+            self.exchange.last_backward(stage)
 
     def _place(self, action: Action) -> str:
-        return f"{self.job.step_name}, stage {action.stage}, microbatch {action.microbatch}"
-
-    def _accumulate(self, name: str, gradient: Tensor) -> None:
-        if self.job.accumulate is not None:
-            self.job.accumulate(name, gradient)
-            return
-        parameter = self.module.module.get_parameter(name)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"
 
     @contextlib.contextmanager
     def _watching(self, run: StageRun, microbatch: int) -> Iterator[None]:
-        """Around a forward: refuses what a split backward would break or make slow; for a meter, times it."""
-        schedule, stage, meter = self.schedule, run.stage, self.job.meter
-        training = self.job.loss_scales is not None
-        splits = training and schedule.gradient_op(stage) is Op.BACKWARD_INPUT
+        """Around a forward: refuses what a split backward would break or make slow; lets the observer time it."""
+        schedule, stage, observer = self.schedule, run.stage, self.observer
+        splits = self.request.trains and schedule.gradient_op(stage) is Op.BACKWARD_INPUT
         if splits:
             check_splittable(stage, schedule.name, run.received)
 
         def noticed() -> None:
             if splits:
                 raise checkpointing_refused(schedule.name, self.module.place_of(run))
-            if meter is not None:
-                meter.cannot_split(stage)
+            observer.cannot_split(stage)
 
         with contextlib.ExitStack() as around:
+            around.enter_context(observer.forward(stage))
             key = self._spec_key(stage, microbatch)
-            if meter is not None:
-                around.enter_context(meter.timing_forward(stage))
-            if meter is not None or (splits and key not in self.runner.without_checkpoints):
+            if observer.minds_checkpointing or (splits and key not in self.runner.without_checkpoints):
                 around.enter_context(noticing_checkpoints(noticed))
                 self.runner.without_checkpoints.add(key)
             yield
@@ -279,8 +229,7 @@ class _Batch:
 
     def _handed_over(self, stage: int, microbatch: int) -> list[Tensor]:
         """What ``stage`` of this rank gives the next one, which is here, too: leaves of a graph of its own."""
-        training = self.job.loss_scales is not None
-        run = self.runs[stage, microbatch] if training else self.runs.pop((stage, microbatch))
+        run = self.runs[stage, microbatch] if self.request.trains else self.runs.pop((stage, microbatch))
         assert run.payload is not None
         return [t.detach().requires_grad_(t.requires_grad) for t in run.payload]
 
@@ -303,7 +252,7 @@ class _Batch:
                 f"reasons other than requires_grad of parameters, cannot be pipelined"
             )
         self.runner.p2p.send(destination, run.payload)
-        if self.job.loss_scales is None:
+        if not self.request.trains:
             del self.runs[action.stage, action.microbatch]
 
     def _send_gradient(self, action: Action) -> None:
@@ -318,7 +267,7 @@ class _Batch:
         return self.schedule.rank_of(neighbour)
 
     def _spec_key(self, stage: int, microbatch: int) -> Hashable:
-        return self.job.step_name, self.job.loss_scales is None, stage, self.job.signatures[microbatch]
+        return self.request.step_name, self.request.trains, stage, self.microbatches.signatures[microbatch]
 
     def _activation_specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
         return self.runner._known_specs.get(self._spec_key(action.stage, action.microbatch))

@@ -1,6 +1,6 @@
 """What splitting the backward costs on the real stages: measured in the first batches of a run, at no extra work.
 
-    meter = SplitMeter(device)                # handed to the runner in a job
+    meter = SplitMeter(device)                # observes the steps
     ...                                       # the first batches run by 1F1B, every other backward in two parts
     meter.costs()                             # {stage: StageSeconds(...)}; None for stages that cannot be split
 
@@ -12,34 +12,56 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.split_backward import Accumulate, SplitBackward
+from lightning_holmes.plan.measured import EventKind
+from lightning_holmes.plan.schedule import Action
 from lightning_holmes.plan.split_choice import StageSeconds
 
 _MEMORY_SHARE = 0.92  # the rest is fragmentation and libraries
 
 
-class SplitMeter:
-    """Times forwards and backwards of this rank's stages. Switches itself off where a backward cannot be split."""
+class SplitMeter(StepObserver):
+    """Times forwards and backwards of this rank's stages. Switches itself off where a backward cannot be split.
+
+    What ``other`` notes of a step it goes on noting.
+    """
+
+    minds_checkpointing = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.other = UNOBSERVED
         self._held: dict[int, float] = {}
         self._forward: dict[int, list[float]] = defaultdict(list)
         self._whole: dict[int, list[float]] = defaultdict(list)
         self._parts: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._unsplittable: set[int] = set()
 
+    def mark(self) -> Any:
+        """As ``other`` does."""
+        return self.other.mark()
+
+    def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
+        """As ``other`` does."""
+        return self.other.add(kind, start, stage, microbatch)
+
+    def performed(self, action: Action) -> None:
+        """As ``other`` does."""
+        self.other.performed(action)
+
     def cannot_split(self, stage: int) -> None:
         """Note that the backward of ``stage`` must stay whole."""
         self._unsplittable.add(stage)
 
     @contextmanager
-    def timing_forward(self, stage: int) -> Iterator[None]:
+    def forward(self, stage: int) -> Iterator[None]:
         """Around the forward of ``stage``."""
         before, began = self._allocated(), self._now()
         yield

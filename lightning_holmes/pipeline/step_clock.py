@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.plan.measured import Event, EventKind, RankStep
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,7 +39,7 @@ class _Step:
     ended: Any = None
 
 
-class StepClock:
+class StepClock(StepObserver):
     """The clock of one rank.
 
     Args:

@@ -4,8 +4,7 @@ Owns what happens around the runner: comparing the stages' batches, weights and 
 the way back of outputs and logs from the last stage. Leaves gradients to whoever calls it.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -19,51 +18,16 @@ from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
-from lightning_holmes.pipeline.runner import BackwardListener, PipelineRunner, StepJob, loss_of
+from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepResult
+from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
-from lightning_holmes.pipeline.split_backward import Accumulate
-from lightning_holmes.pipeline.split_meter import SplitMeter
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.stage_ranks import rank_of_stage
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
 TOPIC_RESULT = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRequest:
-    """What to run: the step, its batch and further arguments, and how.
-
-    Random numbers come from ``seed``, the same on all replicas, and the place of a microbatch among those of all replicas:
-    first those of ``replica`` 0. So a microbatch draws alike however a batch of all replicas is shared out.
-
-    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is split; what it
-    returns gives, by the first backward, what their losses are multiplied by.
-    ``accumulate`` takes the gradients of split backwards; ``meter`` times the parts of backwards.
-    """
-
-    step_name: str
-    batch: Any
-    arguments: tuple[Any, ...]
-    num_microbatches: int
-    seed: int
-    context: Callable[[], Any]
-    replica: int = 0
-    loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
-    listener: BackwardListener | None = None
-    accumulate: Accumulate | None = None
-    meter: SplitMeter | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a whole batch gave, on every rank of the pipeline: the step's output and its merged log calls."""
-
-    output: Any
-    calls: Sequence[LogCall]
 
 
 class StepDriver:
@@ -102,7 +66,6 @@ class StepDriver:
         self.broadcast_batch = broadcast_batch
         self.splitter = splitter or BatchSplitter()
         self.runner = PipelineRunner(pipeline, p2p)
-        self.clock: StepClock | None = None  # of a monitored run
         num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
         self.recorder = LogRecorder(module, num_layers)
         self._positions = {
@@ -142,37 +105,30 @@ class StepDriver:
 
     def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
         """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
-        clock = self.clock if request.loss_scales is not None else None  # evaluation is not noted
-        self.runner.clock = clock
-        start = None if clock is None else clock.mark()
+        observer = request.observer
+        start = observer.mark()
         batch = yield from self._agree_on(request.batch)
-        if clock is not None:
-            clock.add("wait", start)
+        observer.add("wait", start)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
         microbatches = self._split(batch, count)
         sizes = [self._num_samples(m, of_part=True) if splits else 1 for m in microbatches]
         weights = self._weights(microbatches, sizes)
-        training = request.loss_scales is not None
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         state = self._state_signature()
-        job = StepJob(
+        run = Microbatches(
             schedule=make_schedule(
                 self.schedule if self.pipeline_parallel_size > 1 else "gpipe",
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 num_microbatches=count,
                 num_chunks=self.num_chunks,
-                forward_only=not training,
+                forward_only=not request.trains,
             ),
-            step_name=request.step_name,
             step=self._make_step(request, microbatches),
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
-            loss_scales=(scales or _no_scales) if training else None,
-            listener=request.listener,
-            accumulate=request.accumulate,
-            meter=request.meter if training else None,
+            scales=scales,
         )
         structure = self.pipeline.structure
         metrics = structure.step_metrics if structure is not None else ()
@@ -181,13 +137,12 @@ class StepDriver:
         self.inside_step = True
         try:
             with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
-                yield from self.runner.run(job)
+                yield from self.runner.run(request, run)
         finally:
             self.inside_step = False
-        start = None if clock is None else clock.mark()
-        result = yield from self._share(request, job, sizes, weights, window)
-        if clock is not None:
-            clock.add("wait", start)
+        start = observer.mark()
+        result = yield from self._share(request, run, sizes, weights, window)
+        observer.add("wait", start)
         return result
 
     def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
@@ -301,7 +256,7 @@ class StepDriver:
         self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
-        self, request: StepRequest, job: StepJob, sizes: list[int], weights: list[float], window: MetricWindow
+        self, request: StepRequest, run: Microbatches, sizes: list[int], weights: list[float], window: MetricWindow
     ) -> Generator[None, None, StepResult]:
         """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
         p2p, calls = self.p2p, list(self.recorder.calls)
@@ -321,12 +276,12 @@ class StepDriver:
                 calls += p2p.receive_message(rank, TOPIC_CALLS)
         name = type(self.module).__name__
         losses = None
-        if request.loss_scales is not None and weights != sizes:
-            losses = [loss_of(o, request.step_name) for o in job.outputs if o is not None]
+        if request.trains and weights != sizes:
+            losses = [loss_of(o, request.step_name) for o in run.outputs if o is not None]
             losses = losses if len(losses) == len(sizes) else None
         # settled here for all stages: this one has run the whole step, and so updated every metric
         merged = merge_calls(window.settle(calls), sizes, weights, name, losses)
-        output = batches.merge_outputs(job.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
+        output = batches.merge_outputs(run.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None
             message = (tree.map_tensors(_detached_on_host, output), [_to_host(c) for c in merged])
@@ -334,10 +289,6 @@ class StepDriver:
                 p2p.send_message(rank, TOPIC_RESULT, message)
             p2p.finish()
         return StepResult(output=output, calls=merged)
-
-
-def _no_scales() -> Sequence[float]:
-    raise AssertionError("only the last stage has losses")
 
 
 def _detached_on_host(tensor: Tensor) -> Tensor:

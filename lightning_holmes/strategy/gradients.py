@@ -122,6 +122,7 @@ class Gradients:
         self._surrounded: Any = None
         self._copies_checked = groups.tensor_parallel is None
         self._is_last = False
+        self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
         self._windows = 0
         self.choices: list[SyncChoice] = []
         """On rank 0: how each group sums its gradients, and what has changed since, in the order in which it was told."""
@@ -139,30 +140,31 @@ class Gradients:
             if choice is not None and self._board is not None and self._is_first_member:
                 self._board.post(self._group_name, choice)
         self._is_last = last
+        self._unreduced = set(self._pipeline.stages)
         self._sync.open(last=last and self._copies_checked)
 
     def end(self) -> None:
         """Take the gradients out of reach of ``zero_grad``, which Lightning calls between a step and its backward."""
         self._buffer.end()
 
-    # the runner's listener
+    # the seam with the schedule (comm/exchange.py)
+
+    def fetch(self, stage: int) -> None:
+        """Nothing to bring: every replica has all parameters; after a sharded step whoever reads one waits for it."""
+
+    def release(self, stage: int) -> None:
+        """Nothing to let go."""
 
     def last_backward(self, stage: int) -> None:
-        """The last backward of the batch through ``stage`` begins."""
+        """The last backward of the batch through ``stage`` begins: buckets that it fills are reduced while it goes on."""
         self._sync.last_backward(stage)
 
-    def backwards_done(self, stage: int) -> None:
-        """It has ended."""
+    def reduce(self, stage: int) -> None:
+        """It has ended. After the last one of this rank's stages everything that is left is reduced."""
         self._sync.backwards_done(stage)
-
-    def actions_done(self) -> None:
-        """All backwards and sends of the batch are done: begin to reduce what has not begun yet."""
-        if self._is_last and self._copies_checked:
+        self._unreduced.discard(stage)
+        if not self._unreduced and self._is_last and self._copies_checked:
             self._sync.start_grad_sync()
-
-    def passed(self, name: str) -> None:
-        """The last backward has passed a parameter by other ways than autograd's accumulation."""
-        self._sync.passed(name)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Gather a gradient that ``torch.autograd.grad`` has returned, and say that it has passed."""

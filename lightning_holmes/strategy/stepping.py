@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import replay
+from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import derive_seed
 from lightning_holmes.pipeline.step_clock import StepClock
-from lightning_holmes.pipeline.steps import StepDriver, StepRequest, StepResult
+from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.strategy.checkpointing import CheckpointingStrategy
 from lightning_holmes.strategy.gradients import Gradients
 from lightning_holmes.strategy.split_trial import SplitTrial
@@ -136,9 +138,8 @@ class SteppingStrategy(CheckpointingStrategy):
             replica=self.data_parallel_rank,
             context=functools.partial(self._step_context, step_name),
             loss_scales=loss_scales,
-            listener=self._gradients if loss_scales is not None else None,
-            accumulate=None if self._gradients is None else self._gradients.add,
-            meter=None if self._trial is None else self._trial.meter,
+            exchange=self._gradients,
+            observer=UNOBSERVED if loss_scales is None else self._observer(),
         )
         result = self._driver.run(request)
         if step_name in self._state_each_batch:
@@ -146,6 +147,15 @@ class SteppingStrategy(CheckpointingStrategy):
         if result.calls:
             replay(self.lightning_module, result.calls, self.root_device)
         return result
+
+    def _observer(self) -> StepObserver:
+        """Who watches a training step: the clock of a monitored run, the trial's meter, or nobody."""
+        observer = self._clock or UNOBSERVED
+        meter = None if self._trial is None else self._trial.meter
+        if meter is None:
+            return observer
+        meter.other = observer
+        return meter
 
     def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether this is the last batch of an evaluation loader, after which Lightning computes metrics."""
@@ -207,7 +217,7 @@ class SteppingStrategy(CheckpointingStrategy):
         """Note from now on when this rank computes, waits and communicates."""
         assert self._driver is not None
         rank = 0 if self._groups is None else self._groups.pipeline_rank
-        self._clock = self._driver.clock = StepClock(self.root_device, rank)
+        self._clock = StepClock(self.root_device, rank)
         if self._gradients is not None:
             self._gradients.watch(self._clock.add_beside)
         return self._clock
@@ -217,8 +227,6 @@ class SteppingStrategy(CheckpointingStrategy):
         self._clock = None
         if self._gradients is not None:
             self._gradients.watch(None)
-        if self._driver is not None:
-            self._driver.clock = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

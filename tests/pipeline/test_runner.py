@@ -1,0 +1,214 @@
+"""The runner performs the schedule: every action, in its order, and nothing beside."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_holmes.checking import simulated_pipeline
+from lightning_holmes.comm.exchange import LocalExchange
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.observer import StepObserver
+from lightning_holmes.pipeline.request import Microbatches, StepRequest
+from lightning_holmes.pipeline.runner import _Batch
+from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.plan.partition import make_partition
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, Action, Op, make_schedule
+
+NUM_MICROBATCHES = 3
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        return batch.square().mean()
+
+
+class Recorder(StepObserver):
+    """The actions that a rank performed, with what it asked of its exchange before each."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.calls: list[str] = []
+
+    def performed(self, action: Action) -> None:
+        self.actions.append(action)
+        self.calls.append(str(action))
+
+
+class Arriving:
+    """Parameters that arrive when they are waited for: NaN until then."""
+
+    def __init__(self, parameters: Sequence[Tensor], recorder: Recorder, stage: int) -> None:
+        self._values = [parameter.detach().clone() for parameter in parameters]
+        self._parameters, self._recorder, self._stage = parameters, recorder, stage
+        for parameter in parameters:
+            parameter.data.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self._recorder.calls.append(f"arrived {self._stage}")
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            parameter.data.copy_(value)
+
+    def seconds(self) -> float | None:
+        return None
+
+
+class Exchange(LocalExchange):
+    """Writes down what it is asked for; brings parameters late."""
+
+    def __init__(self, driver: StepDriver, recorder: Recorder) -> None:
+        super().__init__(driver.module)
+        self._driver, self._recorder = driver, recorder
+
+    def fetch(self, stage: int) -> Any:
+        self._recorder.calls.append(f"fetch {stage}")
+        return Arriving(list(self._driver.pipeline.parameters_of(stage).values()), self._recorder, stage)
+
+    def release(self, stage: int) -> None:
+        self._recorder.calls.append(f"release {stage}")
+
+    def last_backward(self, stage: int) -> None:
+        self._recorder.calls.append(f"last backward {stage}")
+
+    def reduce(self, stage: int) -> None:
+        self._recorder.calls.append(f"reduce {stage}")
+
+
+@contextmanager
+def pipeline_of(schedule: str, size: int, chunks: int):
+    """The ranks of a pipeline over :class:`Net`, in this process."""
+    torch.manual_seed(0)
+    module, splitter, batch = Net(), BatchSplitter(), torch.randn(6, 4)
+    with simulated_pipeline.attached(module):
+        structure = simulated_pipeline._structure(module, batch, ["training_step"], "auto", splitter)
+        partition = make_partition("uniform", 4, size * chunks)
+        yield (
+            simulated_pipeline._SimulatedPipeline(module, structure, partition, size, schedule, chunks, splitter),
+            module,
+            batch,
+        )
+
+
+def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[Recorder]:
+    """One step on all ranks in turn."""
+
+    def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: [weight / sum(weights) for weight in weights]
+
+    recorders = [Recorder() for _ in drivers]
+    steps = [
+        driver.run_in_turn(
+            StepRequest(
+                step_name="training_step",
+                batch=batch.clone(),
+                arguments=(0,),
+                num_microbatches=NUM_MICROBATCHES,
+                seed=1,
+                context=nullcontext,
+                loss_scales=scales if trains else None,
+                exchange=Exchange(driver, recorder),
+                observer=recorder,
+            )
+        )
+        for driver, recorder in zip(drivers, recorders, strict=True)
+    ]
+    with torch.set_grad_enabled(trains):
+        for _ in range(10_000):
+            steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
+            if not steps:
+                return recorders
+    raise AssertionError("the ranks wait for each other for ever")
+
+
+CASES = [
+    (name, 2, 1 if name not in ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v") else 2, trains)
+    for name in SCHEDULE_NAMES
+    for trains in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "size", "chunks", "trains"), [*CASES, ("gpipe", 1, 1, True), ("1f1b", 4, 1, True)])
+def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bool) -> None:
+    with pipeline_of(name, size, chunks) as (pipeline, _, batch):
+        recorders = run(pipeline.drivers, batch, trains=trains)
+    schedule = make_schedule(
+        name,
+        pipeline_parallel_size=size,
+        num_microbatches=NUM_MICROBATCHES,
+        num_chunks=chunks,
+        forward_only=not trains,
+    )
+    for recorder, actions in zip(recorders, schedule.actions, strict=True):
+        assert recorder.actions == list(actions)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble_v", 2)]
+)
+def test_the_exchange_is_asked_where_the_schedule_says_so(name: str, chunks: int) -> None:
+    with pipeline_of(name, 2, chunks) as (pipeline, _, batch):
+        recorders = run(pipeline.drivers, batch, trains=True)
+    for recorder, driver in zip(recorders, pipeline.drivers, strict=True):
+        calls = recorder.calls
+        for stage in driver.pipeline.stages:
+            for asked, action in (("fetch", "FT"), ("release", "RL"), ("reduce", "R")):
+                assert calls[calls.index(f"{asked} {stage}") + 1] == f"{action}{stage}"
+                assert calls.count(f"{asked} {stage}") == 1
+            computed = [c for c in calls if c[0] in "FBW" and c.split(".")[0][1:] == str(stage)]
+            # parameters have come before the first computation, and the exchange knew of the last backward before it ran
+            assert calls.index(f"fetch {stage}") < calls.index(f"arrived {stage}") < calls.index(computed[0])
+            assert calls.index(computed[-2]) < calls.index(f"last backward {stage}") < calls.index(computed[-1])
+            assert calls.index(computed[-1]) < calls.index(f"reduce {stage}") < calls.index(f"release {stage}")
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zero_bubble_v", 2)])
+def test_parameters_that_arrive_late_change_nothing(name: str, chunks: int) -> None:
+    """A computation that did not wait for its fetch would meet NaN."""
+    with pipeline_of(name, 2, chunks) as (pipeline, module, batch):
+        run(pipeline.drivers, batch, trains=True)
+        found = pipeline.gradients()
+    module.training_step(batch, 0).backward()
+    for parameter_name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[parameter_name], parameter.grad)
+
+
+def test_an_action_that_the_runner_does_not_know_ends_the_run() -> None:
+    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
+        driver = pipeline.drivers[0]
+        request = StepRequest(
+            step_name="training_step", batch=batch, arguments=(0,), num_microbatches=1, seed=0, context=nullcontext
+        )
+
+        class Unknown:
+            op, stage, microbatch = "?", 0, 0
+
+            def __str__(self) -> str:
+                return "?0.0"
+
+        schedule = make_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=1)
+        split = Microbatches(schedule=schedule, step=lambda run, microbatch: None, signatures=[0])
+        with pytest.raises(AssertionError, match=r"does not know how to perform \?0\.0"):
+            list(_Batch(driver.runner, request, split).perform(Unknown()))  # type: ignore[arg-type]
+
+
+def test_every_kind_of_action_stands_in_some_schedule() -> None:
+    """So that the tests above have shown each of them performed."""
+    seen = {
+        action.op
+        for name, size, chunks, trains in CASES
+        for actions in make_schedule(
+            name, pipeline_parallel_size=size, num_microbatches=3, num_chunks=chunks, forward_only=not trains
+        ).actions
+        for action in actions
+    }
+    assert seen == set(Op)
