@@ -10,7 +10,6 @@ predicted one, where there is a prediction. docs/planning.md lists the keys.
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 from collections.abc import Sequence
@@ -61,7 +60,6 @@ class TimelineMonitor(Callback):
                 f'use strategy="holmes", or leave the callback out'
             )
         self._clock = start()
-        _note_signal_broadcast(trainer, self._clock)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -76,12 +74,10 @@ class TimelineMonitor(Callback):
         assert self._clock is not None
         self._clock.interrupt()
         self.write(trainer)
-        _leave_signal_broadcast(trainer)
         trainer.strategy.stop_monitoring()  # type: ignore[attr-defined]
         self._clock = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        _leave_signal_broadcast(trainer)
         self._clock = None
 
     def write(self, trainer: Trainer) -> None:
@@ -161,30 +157,3 @@ def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
         save_timeline_plot(timelines, path, title=title)
     except ConfigurationError as error:  # matplotlib is missing, say: the figures are in the JSON
         rank_zero_warn(f"TimelineMonitor draws nothing: {error}")
-
-
-def _note_signal_broadcast(trainer: Trainer, clock: StepClock) -> None:
-    """Count as waiting what the message ahead of each batch (signals.py's, or Lightning's own) waits for rank 0."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    broadcast = getattr(loop, "_broadcast_sigterm_tensor", None)
-    if broadcast is None or hasattr(broadcast, "noted"):
-        return
-
-    @functools.wraps(broadcast)
-    def noted() -> None:
-        with clock.noting("wait"):
-            broadcast()
-
-    noted.noted = loop.__dict__.get("_broadcast_sigterm_tensor")  # type: ignore[attr-defined]
-    loop._broadcast_sigterm_tensor = noted
-
-
-def _leave_signal_broadcast(trainer: Trainer) -> None:
-    """Put back what stood there."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    wrapper = loop.__dict__.get("_broadcast_sigterm_tensor")
-    if wrapper is None or not hasattr(wrapper, "noted"):
-        return
-    del loop._broadcast_sigterm_tensor
-    if wrapper.noted is not None:
-        loop._broadcast_sigterm_tensor = wrapper.noted

@@ -45,6 +45,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 _SHARING_TRIALS, _SHARING_BYTES = 3, 4 * 2**20
 _SHARING_BUDGET_S = 0.5  # no further trial after so many seconds
@@ -119,7 +120,7 @@ class Gradients:
             )
         self._scale = None if scaler is None else LossScale(scaler, groups.pipeline, device)
         self._shards: ShardedOptimizer | None = None
-        self._surrounded: Any = None
+        self._changes = Replacements()
         self._copies_checked = groups.tensor_parallel is None
         self._is_last = False
         self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
@@ -308,8 +309,7 @@ class Gradients:
             own(model, optimizer)
             shards.absorb()
 
-        plugin._after_closure = after_closure
-        self._surrounded = plugin
+        self._changes.replace(plugin, _after_closure=after_closure)
 
     def absorb(self) -> None:
         """Take over what hooks after the backward have made of ``p.grad``."""
@@ -370,7 +370,7 @@ class Gradients:
         )
 
     def take_over_clipping(self, plugin: "pl.plugins.Precision") -> None:
-        """Make Lightning's clipping by norm use the norm over all stages, and know of sharded gradients."""
+        """Until :meth:`close`, Lightning's clipping by norm uses the norm over all stages, and knows of sharded gradients."""
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
             if self._shards is not None:
@@ -382,8 +382,6 @@ class Gradients:
             parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
             clip_by_norm(parameters, clip_val, self.norm(plugin.main_params(optimizer)))
 
-        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-
         def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             if self._shards is not None:
                 self._shards.absorb()
@@ -392,18 +390,17 @@ class Gradients:
             else:
                 clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
-        plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]
+        self._changes.replace(plugin, clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
 
     def watch(self, on_run: OnRun | None) -> None:
         """Tell when each bucket's gradients were summed, and its parameters gathered, as CommQueue.on_run says."""
         self._queue.on_run = on_run
 
     def close(self) -> None:
-        """Let go of buffers, hooks and the queue."""
+        """Let go of buffers, hooks and the queue, and leave the precision plugin as it was."""
+        self._changes.close()
         if self._shards is not None:
             self._shards.close()
-        if self._surrounded is not None:
-            vars(self._surrounded).pop("_after_closure", None)
         self._buffer.close()
         self._queue.close()
 

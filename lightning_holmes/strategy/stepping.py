@@ -5,7 +5,7 @@ A base of HolmesStrategy, which makes the parts when it is set up; the pipeline 
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -221,6 +221,9 @@ class SteppingStrategy(CheckpointingStrategy):
         if self._gradients is not None:
             self._gradients.watch(self._clock.add_beside)
         return self._clock
+
+    def _noting_wait(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._clock is None else self._clock.noting("wait")
 
     def stop_monitoring(self) -> None:
         """Note nothing any more."""

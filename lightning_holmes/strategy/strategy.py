@@ -8,6 +8,7 @@ Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), d
 import functools
 import gc
 import os
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,9 +41,11 @@ from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.strategy import admission, agreement, sharding
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.averaging import WeightAverages
+from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
+from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import Gradients
 from lightning_holmes.strategy.options import Options
@@ -174,7 +177,7 @@ class HolmesStrategy(PlanningStrategy):
         self._ended: PipelineModule | None = None
         self._parameter_groups: ParameterGroups | None = None
         self._signals: BatchSignals | None = None
-        self._changed: list[WeightAverages | GradNormExchange | ParameterGroups | ReplicaMetrics] = []
+        self._changes = Replacements()  # of Lightning's and the user's objects, while a run lasts
         self._base_seed = 0
         self._splitter = BatchSplitter()
 
@@ -297,11 +300,9 @@ class HolmesStrategy(PlanningStrategy):
             self._summarise_whole_module(trainer)
         self._pipeline.install()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._parameter_groups = ParameterGroups(
-            self._pipeline, self.optimizers, group_names, callbacks, self._job.all_gather
+        self._parameter_groups = self._changes.enter_context(
+            ParameterGroups(self._pipeline, self.optimizers, group_names, callbacks, self._job.all_gather)
         )
-        self._parameter_groups.install()
-        self._changed.append(self._parameter_groups)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
         self._gradients = Gradients(
@@ -314,6 +315,7 @@ class HolmesStrategy(PlanningStrategy):
             board=self._make_board(),
             flat=self._options.sharding_options.master_weights,
         )
+        self._changes.callback(self._gradients.close)
         self._gradients.take_over_clipping(self.precision_plugin)
         self._shard_optimizer(trainer, separability)
 
@@ -325,15 +327,12 @@ class HolmesStrategy(PlanningStrategy):
         self._state = ModuleState(self._pipeline, self._groups.p2p, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
         if self.world_size > 1:
-            self._signals = BatchSignals(trainer, self._watch, self._explaining)
-            self._signals.install()
-            metrics = ReplicaMetrics(module, self._groups.data_parallel)
-            metrics.install()
-            self._changed.append(metrics)
-        if not any(isinstance(c, ModuleStateSync) for c in callbacks):
-            callbacks.insert(0, ModuleStateSync())
-        if self._monitor is not None and not any(isinstance(c, TimelineMonitor) for c in callbacks):
-            callbacks.append(self._monitor)
+            signals = BatchSignals(trainer, self._watch, self._explaining, self._noting_wait)
+            self._signals = self._changes.enter_context(signals)
+            self._changes.enter_context(ReplicaMetrics(module, self._groups.data_parallel))
+        monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
+        monitors = [] if self._monitor is None or monitored else [self._monitor]
+        self._changes.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(self._groups)
         self._state.watch()
 
@@ -378,9 +377,8 @@ class HolmesStrategy(PlanningStrategy):
         averages = WeightAverages(trainer, self._pipeline, self._groups.p2p)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         norms = GradNormExchange([self.lightning_module, *callbacks], self._pipeline, self._groups.pipeline)
-        for changed in (averages, norms):
-            changed.install()
-            self._changed.append(changed)
+        self._changes.enter_context(averages)
+        self._changes.enter_context(norms)
 
     def _summarise_whole_module(self, trainer: "pl.Trainer") -> None:
         """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""
@@ -391,7 +389,7 @@ class HolmesStrategy(PlanningStrategy):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary) and callback._max_depth:
                 summary = callback._summary(trainer, module)
-                callback._summary = lambda *_, made=summary: made  # type: ignore[method-assign]
+                self._changes.replace(callback, _summary=lambda *_, made=summary: made)
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
@@ -421,6 +419,7 @@ class HolmesStrategy(PlanningStrategy):
         seeded = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))
         if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_parallel_rank)
+            self._changes.callback(_leave_workers, weakref.ref(dataloader))
         return dataloader
 
     # end
@@ -434,7 +433,22 @@ class HolmesStrategy(PlanningStrategy):
         self._report(exception)
 
     def teardown(self) -> None:
-        """Give every rank the whole trained module again, unless the run has failed."""
+        """Give every rank the whole trained module again, unless the run has failed; take back what was changed.
+
+        Lightning calls it after a run and after an exception, also where that came from :meth:`setup` or before.
+        """
+        with self._changes:
+            self._end_pipeline()
+        self._signals = self._gradients = None
+        self._last_step = self._driver = self._state = self._builder = self._trial = self._clock = None
+        publish_coordinate(None)
+        if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
+            gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
+        super().teardown()
+        self._checkpoints.finish(failed=self._failed, alone=self.world_size == 1)
+        self._stop_watching()  # at last: where a link has just been cut it waits, and a checkpoint should not
+
+    def _end_pipeline(self) -> None:
         if self._pipeline is not None:
             self._pipeline.uninstall()
             if self._builder is not None and self._builder.leave(self._pipeline):
@@ -451,20 +465,10 @@ class HolmesStrategy(PlanningStrategy):
             if self._gradients is not None:
                 self._ended = self._pipeline
             self._pipeline = None
-        if self._signals is not None:
-            self._signals.uninstall()
-            self._signals = None
-        for changed in self._changed:
-            changed.uninstall()
-        self._changed.clear()
-        self._last_step = None
-        if self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
-        self._driver = self._state = self._builder = self._trial = None
-        publish_coordinate(None)
-        if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
-            gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
-        super().teardown()
-        self._checkpoints.finish(failed=self._failed, alone=self.world_size == 1)
-        self._stop_watching()  # at last: where a link has just been cut it waits, and a checkpoint should not
+
+
+def _leave_workers(loader: "weakref.ref[DataLoader[Any]]") -> None:
+    """Take our seeding of workers from a loader of the user's, where there still is one."""
+    dataloader = loader()
+    if dataloader is not None:
+        dataloader.worker_init_fn = None

@@ -4,19 +4,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from strategy_cases import Classifier, Setting, build, samples
 
 from lightning_holmes.callbacks.timeline import TimelineMonitor
 
 
+class MonitorCounter(pl.Callback):
+    """How many monitors a trainer has while it trains."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = sum(isinstance(c, TimelineMonitor) for c in trainer.callbacks)  # type: ignore[attr-defined]
+
+
 def monitored(payload: Any) -> dict[str, Any]:
     """Two epochs of four batches, with a validation between; what was written, as rank 0 sees it."""
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
-    trainer = setting.trainer(max_epochs=2)
+    counter = MonitorCounter()
+    trainer = setting.trainer(max_epochs=2, callbacks=[counter])
     trainer.fit(build(Classifier), setting.loader(samples(64), 16), setting.loader(samples(16, seed=1), 16))
     path = Path(payload["folder"]) / "timeline.json"
     return {
         "data": json.loads(path.read_text()) if trainer.is_global_zero else None,
         "drawn": path.with_suffix(".png").exists() if trainer.is_global_zero else None,
-        "monitors": sum(isinstance(c, TimelineMonitor) for c in trainer.callbacks),  # type: ignore[attr-defined]
+        "monitors": counter.found,
     }

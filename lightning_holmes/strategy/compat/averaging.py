@@ -4,7 +4,7 @@ They copy the module, which each rank still holds as a whole then, and later go 
 the copy in turn. Here both show them the rank's own only, while such a callback runs; what they write into checkpoints
 is brought together.
 
-    averages = WeightAverages(trainer, pipeline, p2p); averages.install(); ...; averages.uninstall()
+    with WeightAverages(trainer, pipeline, p2p): ...
 """
 
 import functools
@@ -15,9 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from typing_extensions import Self
 
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 TOPIC_AVERAGE = 11
 _HOOKS = (
@@ -30,30 +32,25 @@ _HOOKS = (
 )
 
 
-class WeightAverages:
-    """Makes the averaging callbacks of ``trainer`` right for this rank's part, ``pipeline``."""
+class WeightAverages(Replacements):
+    """Inside, the averaging callbacks of ``trainer`` are right for this rank's part, ``pipeline``."""
 
     def __init__(self, trainer: "pl.Trainer", pipeline: PipelineModule, p2p: P2P | None) -> None:
+        super().__init__()
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
         self._pipeline = pipeline
         self._p2p = p2p
 
-    def install(self) -> None:
+    def __enter__(self) -> Self:
         """Wrap the callbacks' hooks; take the average's copies of other stages' parameters out of what they see."""
         for callback in self._callbacks:
-            for hook in _HOOKS:
-                setattr(callback, hook, self._wrapped(callback, getattr(callback, hook)))
+            self.replace(callback, **{hook: self._wrapped(callback, getattr(callback, hook)) for hook in _HOOKS})
             if isinstance(callback, StochasticWeightAveraging):
-                callback.state_dict = self._gathering_state(callback)  # type: ignore[method-assign]
+                self.replace(callback, state_dict=self._gathering_state(callback))
             else:
-                callback.on_save_checkpoint = self._gathering_checkpoint(callback)  # type: ignore[method-assign]
-
-    def uninstall(self) -> None:
-        """Give the callbacks their own methods again."""
-        for callback in self._callbacks:
-            for hook in (*_HOOKS, "state_dict", "on_save_checkpoint"):
-                vars(callback).pop(hook, None)
+                self.replace(callback, on_save_checkpoint=self._gathering_checkpoint(callback))
+        return self
 
     def _wrapped(self, callback: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -70,13 +67,10 @@ class WeightAverages:
         modules = [self._pipeline.module]
         if average is not None:
             modules += [average, average.module] if isinstance(callback, WeightAveraging) else [average]
-        for module in modules:
-            object.__setattr__(module, "parameters", functools.partial(self._local_parameters, module))
-        try:
-            yield
-        finally:
+        with Replacements() as shown:
             for module in modules:
-                object.__delattr__(module, "parameters")
+                shown.replace(module, parameters=functools.partial(self._local_parameters, module))
+            yield
 
     def _local_parameters(self, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
         prefix = "module." if module is not self._pipeline.module and _is_averaged(module) else ""

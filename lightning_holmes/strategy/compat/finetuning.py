@@ -4,8 +4,8 @@ Owns the names of all parameters in all groups. ``BaseFinetuning`` adds what it 
 groups into checkpoints: while a hook of such a callback runs, the groups hold all parameters of the module, as in plain
 Lightning; after it, each rank's own again.
 
-    groups = ParameterGroups(pipeline, trainer.optimizers, names, callbacks, job.all_gather)
-    groups.install(); ...; groups.names_of(optimizer); ...; groups.uninstall()
+    with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, job.all_gather) as groups:
+        groups.names_of(optimizer)
 """
 
 import functools
@@ -17,16 +17,20 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_holmes import checkpoint
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.agreement import content_of
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 _NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 
 
-class ParameterGroups:
+class ParameterGroups(Replacements):
     """The groups of ``optimizers``: this takes other stages' parameters out, and knows their names and places.
+
+    Inside, hooks of finetuning callbacks see whole groups.
 
     Args:
         names: those of all parameters of each optimizer's groups, as configure_optimizers made them.
@@ -42,6 +46,7 @@ class ParameterGroups:
         callbacks: Iterable[Callback],
         gather: Callable[[Any], list[Any]],
     ) -> None:
+        super().__init__()
         self._pipeline = pipeline
         self._optimizers = list(optimizers)
         self._names = list(names)
@@ -61,19 +66,13 @@ class ParameterGroups:
             checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
         return self._names[index]
 
-    def install(self) -> None:
-        """Let hooks of finetuning callbacks see whole groups."""
+    def __enter__(self) -> Self:
         for callback in self._finetuning:
             for hook in dir(type(callback)):
                 own = getattr(type(callback), hook) is not getattr(Callback, hook, None)
                 if hook.startswith("on_") and own and hook not in _NOT_TRAINING:
-                    setattr(callback, hook, self._wrapped(getattr(callback, hook)))
-
-    def uninstall(self) -> None:
-        """Give the callbacks their own methods again."""
-        for callback in self._finetuning:
-            for hook in [name for name, value in vars(callback).items() if getattr(value, "_of_whole_groups", False)]:
-                delattr(callback, hook)
+                    self.replace(callback, **{hook: self._wrapped(getattr(callback, hook))})
+        return self
 
     def _wrapped(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -81,7 +80,6 @@ class ParameterGroups:
             with self.whole():
                 return hook(*args, **kwargs)
 
-        run._of_whole_groups = True  # type: ignore[attr-defined]
         return run
 
     @contextmanager
@@ -93,12 +91,11 @@ class ParameterGroups:
                 group["params"] = [parameters[name] for name in names]
                 if "param_names" in group:
                     group["param_names"] = list(names)
-        own = BaseFinetuning.filter_on_optimizer
-        BaseFinetuning.filter_on_optimizer = staticmethod(self._filter_on_optimizer)  # type: ignore[method-assign]
         try:
-            yield
+            with Replacements() as shown:
+                shown.replace(BaseFinetuning, filter_on_optimizer=staticmethod(self._filter_on_optimizer))
+                yield
         finally:
-            BaseFinetuning.filter_on_optimizer = staticmethod(own)  # type: ignore[method-assign]
             for index, optimizer in enumerate(self._optimizers):
                 self._names[index] = checkpoint.parameter_group_names(self._pipeline.module, optimizer)
                 checkpoint.keep_local_parameters(

@@ -3,7 +3,7 @@
 People import the function into their own files, so it is exchanged there while a pipeline fits. Every rank must call it
 (in a hook that runs on all of them, as on_before_optimizer_step does).
 
-    exchange = GradNormExchange(module, callbacks, pipeline, group); exchange.install(); ...; exchange.uninstall()
+    with GradNormExchange([module, *callbacks], pipeline, group): ...
 """
 
 import sys
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 
-class GradNormExchange:
-    """Puts a ``grad_norm`` over all stages in place of Lightning's wherever the user's code has it.
+class GradNormExchange(Replacements):
+    """Inside, a ``grad_norm`` over all stages stands in place of Lightning's wherever the user's code has it.
 
     Args:
         users: the module, callbacks: objects whose classes' files may have imported it.
@@ -27,6 +29,7 @@ class GradNormExchange:
     """
 
     def __init__(self, users: Iterable[Any], pipeline: PipelineModule, group: dist.ProcessGroup) -> None:
+        super().__init__()
         files = {parent.__module__ for user in users for parent in type(user).__mro__}
         files |= {part.__module__ for part in map(type, pipeline.module.modules())}
         files |= {"lightning.pytorch.utilities", "lightning.pytorch.utilities.grads", "__main__"}
@@ -35,21 +38,12 @@ class GradNormExchange:
         )
         self._pipeline = pipeline
         self._group = group
-        self._exchanged: list[tuple[Any, str]] = []
 
-    def install(self) -> None:
-        """Exchange the function."""
-        for file in self._files:
-            for name, value in list(vars(sys.modules.get(file, object())).items()) if file in sys.modules else ():
-                if value is lightnings_grad_norm:
-                    setattr(sys.modules[file], name, self.grad_norm)
-                    self._exchanged.append((sys.modules[file], name))
-
-    def uninstall(self) -> None:
-        """Give every file Lightning's function again."""
-        for file, name in self._exchanged:
-            setattr(file, name, lightnings_grad_norm)
-        self._exchanged.clear()
+    def __enter__(self) -> Self:
+        for module in [sys.modules[file] for file in self._files if file in sys.modules]:
+            names = [name for name, value in vars(module).items() if value is lightnings_grad_norm]
+            self.replace(module, **dict.fromkeys(names, self.grad_norm))
+        return self
 
     def grad_norm(
         self, module: nn.Module, norm_type: float | int | str, group_separator: str = "/"

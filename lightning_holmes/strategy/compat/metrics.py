@@ -1,11 +1,17 @@
-"""ReplicaMetrics: while a run lasts, torchmetrics of the module gather over replicas, not over all ranks."""
+"""ReplicaMetrics: inside, torchmetrics of the module gather over replicas, not over all ranks.
+
+with ReplicaMetrics(module, group): ...
+"""
 
 from typing import Any
 
 from torch import nn
+from typing_extensions import Self
+
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 
-class ReplicaMetrics:
+class ReplicaMetrics(Replacements):
     """Within a replica every rank is given the same state, so that only replicas have something to gather.
 
     Args:
@@ -14,27 +20,20 @@ class ReplicaMetrics:
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
+        super().__init__()
         self._module = module
         self._group = group
-        self._before: list[tuple[Any, Any]] = []
 
-    def install(self) -> None:
-        """Change the metrics."""
+    def __enter__(self) -> Self:
         from torchmetrics import Metric
 
         for metric in self._module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
-                self._before.append((metric, metric.distributed_available_fn))
                 if self._group is None:
-                    metric.distributed_available_fn = _never
+                    self.replace(metric, distributed_available_fn=_never)
                 else:
-                    metric.process_group = self._group
-
-    def uninstall(self) -> None:
-        """Leave them as they were."""
-        for metric, available in self._before:
-            metric.process_group, metric.distributed_available_fn = None, available
-        self._before.clear()
+                    self.replace(metric, process_group=self._group)
+        return self
 
 
 def _never() -> bool:

@@ -4,7 +4,9 @@ Lightning's handlers act where the signal arrives, in the midst of a batch, whil
 leave a note; before each batch rank 0 tells all ranks, in the message that Lightning sends there anyway. A signal that
 reached other ranks only is handed to rank 0 through the job's store.
 
-    signals = BatchSignals(trainer, watch); signals.install(); ...; signals.uninstall()
+    with BatchSignals(trainer, watch) as signals:
+        ...
+        signals.ends_together
 """
 
 from collections.abc import Callable
@@ -15,18 +17,21 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import Self
 
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.strategy.compat.replacements import Replacements
 
 _GO_ON, _END, _REQUEUE = 0, 1, 2
 
 
-class BatchSignals:
-    """The signals of a trainer with several processes.
+class BatchSignals(Replacements):
+    """The signals of a trainer with several processes. Enter it before Lightning registers its handlers.
 
     Args:
         watch: talks to rank 0 beside the batches; None after a failure.
         explaining: turns a lost connection inside into an error that names the group.
+        waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
     """
 
     def __init__(
@@ -34,10 +39,13 @@ class BatchSignals:
         trainer: "pl.Trainer",
         watch: FailureWatch | None,
         explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        super().__init__()
         self._trainer = trainer
         self._watch = watch
         self._explaining = explaining
+        self._waiting = waiting
         self._connector: Any = trainer._signal_connector
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._told_to_end = False
@@ -45,21 +53,13 @@ class BatchSignals:
         self.ends_together = False
         """All ranks have left their loops at the same place, and none has failed."""
 
-    def install(self) -> None:
-        """Exchange Lightning's handlers and its message; before it registers them."""
+    def __enter__(self) -> Self:
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
-        self._connector._sigterm_notifier_fn = self._note_sigterm
-        self._connector._slurm_sigusr_handler_fn = self._note_requeue
-        self._loop._broadcast_sigterm_tensor = self._agree
-
-    def uninstall(self) -> None:
-        """Give trainer and loop their own methods again."""
-        for owner, name in (
-            (self._connector, "_sigterm_notifier_fn"),
-            (self._connector, "_slurm_sigusr_handler_fn"),
-            (self._loop, "_broadcast_sigterm_tensor"),
-        ):
-            vars(owner).pop(name, None)
+        self.replace(
+            self._connector, _sigterm_notifier_fn=self._note_sigterm, _slurm_sigusr_handler_fn=self._note_requeue
+        )
+        self.replace(self._loop, _broadcast_sigterm_tensor=self._agree)
+        return self
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
         launcher = self._trainer.strategy.launcher
@@ -78,7 +78,8 @@ class BatchSignals:
         wanted = _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
         message = torch.tensor([wanted], device=self._trainer.strategy.root_device)
         try:
-            dist.broadcast(message, src=0)
+            with self._waiting():
+                dist.broadcast(message, src=0)
         except Exception as error:
             if "imed out" in str(error):  # in the batch it would be waited for another time
                 with self._explaining():
