@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_holmes.cluster.record import record
 from lightning_holmes.cluster.sysfs import SysfsReader, pci_path
 
 _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
@@ -16,6 +17,7 @@ _DISPLAY, _ACCELERATOR = 0x03, 0x12  # PCI base classes
 _VGA = 0x0300  # an on-board display controller of a server, unless the maker is NVIDIA
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU: its index in PCI order, PCI address, and the bridges on the way to it."""

@@ -11,7 +11,6 @@ interfaces.py and gpus.py. What several hosts have in common is fabric.py's busi
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -25,17 +24,17 @@ from lightning_holmes.cluster.interfaces import (
     find_main_interface,
     read_interfaces,
 )
-from lightning_holmes.cluster.json_data import from_json, to_json
-from lightning_holmes.cluster.network import Nic, check_unique
+from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
+from lightning_holmes.cluster.record import Text, check_unique, read_json, record, to_json
 from lightning_holmes.cluster.sysfs import SysfsReader
-from lightning_holmes.errors import ConfigurationError
 
 _TOPOGRAPH = "network.topology.nvidia.com/"
 _TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are those of 0.1
 _TOPOGRAPH_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,3})")  # since 1.0: tier 0 is nearest to the host
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInventory:
     """One host.
@@ -52,9 +51,9 @@ class HostInventory:
         warnings: what could not be read, each with its file.
     """
 
-    name: str
-    identity: str
-    cluster: str | None = None
+    name: Text
+    identity: Text
+    cluster: Text | None = None
     switches: tuple[str, ...] = ()
     switches_source: str | None = None
     rdma: tuple[RdmaPort, ...] = ()
@@ -64,19 +63,9 @@ class HostInventory:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, text in (("name", self.name), ("identity", self.identity), ("cluster", self.cluster)):
-            if text is not None and not text.strip():
-                raise ConfigurationError(f"the {what} of a host is empty")
-        check_unique([port.name for port in self.rdma], f"RDMA ports of host {self.name!r}")
-        check_unique([interface.name for interface in self.interfaces], f"interfaces of host {self.name!r}")
-        for address in (a for addresses in self._addresses() for a in addresses):
-            try:
-                ipaddress.ip_interface(address)
-            except ValueError as error:
-                raise ConfigurationError(f"an address of host {self.name!r}: {error}") from error
-
-    def _addresses(self) -> tuple[tuple[str, ...], ...]:
-        return (*(port.addresses for port in self.rdma), *(interface.addresses for interface in self.interfaces))
+        for key, what in (("rdma", "RDMA ports"), ("interfaces", "interfaces")):
+            names = [((key, i, "name"), part.name) for i, part in enumerate(getattr(self, key))]
+            check_unique(names, f"{what} of host {self.name!r}")
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -85,7 +74,7 @@ class HostInventory:
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str) -> HostInventory:
         """Read what to_json wrote. ConfigurationError names source and place of whatever does not fit."""
-        return from_json(cls, text, source=source)
+        return read_json(cls, text, source=source)
 
     def nics(self) -> tuple[Nic, ...]:
         """Its network cards as a topology has them: RDMA first, then Ethernet, the main interface before others."""

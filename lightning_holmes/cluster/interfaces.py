@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from lightning_holmes.cluster.record import Address, record
 from lightning_holmes.cluster.sysfs import SysfsReader, natural_key
 
 _DOCKER_LIKE = (
@@ -33,6 +34,7 @@ _DOCKER_LIKE = (
 _TYPE_INFINIBAND, _TYPE_LOOPBACK, _TYPE_NONE = 32, 772, 65534  # linux/if_arp.h
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
     """A network interface.
@@ -52,7 +54,7 @@ class Interface:
     operstate: str | None = None
     speed_bytes_per_s: float | None = None
     mtu: int | None = None
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
     mac: str | None = None
     members: tuple[str, ...] = ()
     master: str | None = None

@@ -9,7 +9,6 @@ it: all have the same one. Whoever does not answer is named, after a time; an er
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -17,21 +16,24 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lightning_holmes.cluster.fabric import NicEnd, group_hosts
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
-from lightning_holmes.cluster.json_data import from_data, parse_json, to_data
 from lightning_holmes.cluster.live_host import LiveHost, merge_ranks
 from lightning_holmes.cluster.live_nics import with_live_nics
 from lightning_holmes.cluster.measure import choose_pairs, load_speeds, save_speeds, schedule, with_speeds
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_tasks
+from lightning_holmes.cluster.record import read_json, record, to_json
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, RemoteError
 
 _ROUNDS = 8  # of connection tests; each parts one more fabric from those that look alike
 _ANSWER_S = 12.0  # what a round may take beyond its tasks
+
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -65,12 +67,28 @@ class ProbeOptions:
     max_age_s: float = 24 * 3600.0
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Endpoints:
-    """What an agent's listener opened."""
+class _Message:
+    """What ranks tell each other: an error, or what the key is about; nothing at all: this is the end.
 
-    endpoints: tuple[Endpoint, ...]
+    Attributes:
+        inventory: of a rank.
+        host, token: what a rank needs to be the agent of its host.
+        endpoints, warnings: what an agent's listener opened.
+        tasks, results: of a step.
+        topology: what rank 0 has decided.
+    """
+
+    error: str | None = None
+    inventory: HostInventory | None = None
+    host: str | None = None
+    token: str | None = None
+    endpoints: tuple[Endpoint, ...] | None = None
     warnings: tuple[str, ...] = ()
+    tasks: tuple[ProbeTask, ...] | None = None
+    results: tuple[ProbeResult, ...] | None = None
+    topology: Topology | None = None
 
 
 class _Board:
@@ -85,14 +103,20 @@ class _Board:
         # Rank 0 names who is missing when its time is up; the others wait a little longer to hear it.
         self.deadline = time.monotonic() + timeout_s + (_ANSWER_S if rank else 0)
 
-    def put(self, key: str, data: Any) -> None:
-        self._store.set(self._prefix + key, json.dumps(data, allow_nan=False, separators=(",", ":")))
+    def put(self, key: str, **content: Any) -> None:
+        self._store.set(self._prefix + key, to_json(_Message(**content)))
 
-    def get(self, key: str, *, who: str) -> Any:
-        """Data under a key; RemoteError names ``who`` if it does not come."""
+    def put_error(self, key: str, error: BaseException) -> None:
+        self.put(key, error=f"{type(error).__name__}: {error}"[:4000])
+
+    def get(self, key: str, *, who: str) -> _Message:
+        """What is under a key; RemoteError names ``who`` if it does not come, or is an error."""
         if not self.wait([key], self.deadline - time.monotonic()):
             raise RemoteError(f"{who} did not answer within {self.timeout_s:g} s while the clusters were being found")
-        return parse_json(self._store.get(self._prefix + key), source=who)
+        message = read_json(_Message, self._store.get(self._prefix + key), source=who)
+        if message.error is not None:
+            raise RemoteError(f"{who} failed while the clusters were being found: {message.error}")
+        return message
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all keys came in time."""
@@ -105,20 +129,6 @@ class _Board:
 
     def has(self, key: str) -> bool:
         return self._store.check([self._prefix + key])
-
-
-def exchange_inventories(
-    store: Store, rank: int, world_size: int, local: HostInventory, *, timeout_s: float = 120.0
-) -> list[HostInventory]:
-    """The inventories of all ranks, by rank. Every rank must call.
-
-    Raises:
-        RemoteError: ranks did not answer in time; it names them.
-        ConfigurationError: what a rank sent is no inventory.
-    """
-    board = _Board(store, rank, world_size, timeout_s)
-    board.put(f"inventory/{rank}", {"inventory": to_data(local)})
-    return _gather_inventories(board)
 
 
 def discover_topology(
@@ -151,19 +161,19 @@ def discover_topology(
     board = _Board(store, rank, world_size, timeout_s)
     try:
         mine = local if local is not None else probe_host(master_addr=numeric_address(master_addr))
-        board.put(f"inventory/{rank}", {"inventory": to_data(mine)})
+        board.put(f"inventory/{rank}", inventory=mine)
     except Exception as error:
-        board.put(f"inventory/{rank}", {"error": f"{type(error).__name__}: {error}"[:2000]})
+        board.put_error(f"inventory/{rank}", error)
         raise
     if rank != 0:
         return _follow(board, mine, options)
     try:
         topology = _Leader(board, mine, options).decide(given, overrides)
     except BaseException as error:
-        board.put("end", {"error": f"{type(error).__name__}: {error}"[:4000]})
+        board.put_error("end", error)
         _release_followers(board)
         raise
-    board.put("end", {"topology": to_data(topology)})
+    board.put("end", topology=topology)
     _release_followers(board)
     return topology
 
@@ -177,19 +187,16 @@ def _gather_inventories(board: _Board) -> list[HostInventory]:
             f"no answer within {board.timeout_s:g} s from rank {shown} while the clusters were being found: "
             "are these processes running, and do all of them use strategy='holmes'?"
         )
-    inventories = []
-    for rank, key in enumerate(keys):
-        data = board.get(key, who=f"rank {rank}")
-        inventories.append(from_data(HostInventory, _content(data, "inventory", f"rank {rank}"), source=f"rank {rank}"))
-    return inventories
+    return [
+        _given(board.get(key, who=f"rank {rank}").inventory, "inventory", f"rank {rank}")
+        for rank, key in enumerate(keys)
+    ]
 
 
-def _content(data: Any, key: str, who: str) -> Any:
-    if isinstance(data, dict) and "error" in data:
-        raise RemoteError(f"{who} failed while the clusters were being found: {str(data['error'])[:4000]}")
-    if not isinstance(data, dict) or key not in data:
-        raise ConfigurationError(f"{who}: its message has no {key!r}")
-    return data[key]
+def _given(content: T | None, what: str, who: str) -> T:
+    if content is None:
+        raise ConfigurationError(f"{who}: its message has no {what!r}")
+    return content
 
 
 # The agents' side
@@ -198,33 +205,30 @@ def _content(data: Any, key: str, who: str) -> Any:
 def _release_followers(board: _Board) -> None:
     for rank in range(1, board.world_size):
         if not board.has(f"role/{rank}"):
-            board.put(f"role/{rank}", {"end": True})
+            board.put(f"role/{rank}")
 
 
 def _follow(board: _Board, mine: HostInventory, options: ProbeOptions) -> Topology:
     role = board.get(f"role/{board.rank}", who="rank 0")
-    if "end" not in role:
+    if role.host is not None:
         try:
-            with _Agent(board, mine, options, role) as agent:
+            with _Agent(board, mine, options, role.host, _given(role.token, "token", "rank 0")) as agent:
                 agent.obey()
         except Exception as error:
-            board.put(f"endpoints/{board.rank}", {"error": f"{error}"[:2000]})
+            board.put(f"endpoints/{board.rank}", error=f"{error}"[:2000])
             raise
-    end = board.get("end", who="rank 0")
-    return from_data(Topology, _content(end, "topology", "rank 0"), source="rank 0")
+    return _given(board.get("end", who="rank 0").topology, "topology", "rank 0")
 
 
 class _Agent:
     """The rank that opens listeners and runs tasks for its host."""
 
-    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions, role: Any) -> None:
+    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions, host: str, token: str) -> None:
         self._board = board
-        name, token = _content(role, "host", "rank 0"), _content(role, "token", "rank 0")
         self._token = bytes.fromhex(token)
-        self._listener = Listener(host=name, nics=mine.nics(), token=self._token, port_range=options.port_range)
-        self.host = name
-        opened = _Endpoints(endpoints=self._listener.endpoints, warnings=tuple(self._listener.warnings))
-        board.put(f"endpoints/{board.rank}", {"opened": to_data(opened)})
+        self._listener = Listener(host=host, nics=mine.nics(), token=self._token, port_range=options.port_range)
+        opened = self._listener.endpoints
+        board.put(f"endpoints/{board.rank}", endpoints=opened, warnings=tuple(self._listener.warnings))
 
     def __enter__(self) -> _Agent:
         return self
@@ -237,15 +241,15 @@ class _Agent:
         step = 0
         while True:
             message = self._board.get(f"step/{step}/{self._board.rank}", who="rank 0")
-            if "end" in message:
+            if message.tasks is None:
                 return
-            self.perform(step, [from_data(ProbeTask, task, source="rank 0") for task in message["tasks"]])
+            self.perform(step, message.tasks)
             step += 1
 
     def perform(self, step: int, tasks: Sequence[ProbeTask]) -> None:
         """Run tasks and put what they gave into the store."""
         results = run_tasks(tasks, token=self._token)
-        self._board.put(f"result/{step}/{self._board.rank}", {"results": [to_data(result) for result in results]})
+        self._board.put(f"result/{step}/{self._board.rank}", results=tuple(results))
 
 
 # Rank 0's side
@@ -284,25 +288,23 @@ class _Leader:
             self._dismiss()
 
     def _appoint_agents(self, hosts: Sequence[LiveHost]) -> None:
-        token = secrets.token_bytes(32)
+        token = secrets.token_hex(32)
         self._agents = {host.name: min(host.ranks) for host in hosts}
         by_rank = {rank: name for name, rank in self._agents.items()}
         for rank in range(1, self._board.world_size):
-            role = {"host": by_rank[rank], "token": token.hex()} if rank in by_rank else {"end": True}
-            self._board.put(f"role/{rank}", role)
-        self._own = _Agent(self._board, self._mine, self._options, {"host": by_rank[0], "token": token.hex()})
+            self._board.put(f"role/{rank}", **({"host": by_rank[rank], "token": token} if rank in by_rank else {}))
+        self._own = _Agent(self._board, self._mine, self._options, by_rank[0], token)
         for name, rank in self._agents.items():
-            data = self._board.get(f"endpoints/{rank}", who=f"rank {rank} on host {name}")
-            opened = from_data(
-                _Endpoints, _content(data, "opened", f"rank {rank} on host {name}"), source=f"rank {rank}"
-            )
-            self._endpoints[name] = tuple(replace(endpoint, host=name) for endpoint in opened.endpoints)
+            who = f"rank {rank} on host {name}"
+            opened = self._board.get(f"endpoints/{rank}", who=who)
+            endpoints = _given(opened.endpoints, "endpoints", who)
+            self._endpoints[name] = tuple(replace(endpoint, host=name) for endpoint in endpoints)
             self._warnings += [f"{name}: {warning}" for warning in opened.warnings]
 
     def _dismiss(self) -> None:
         for rank in self._agents.values():
             if rank != 0:
-                self._board.put(f"step/{self._step}/{rank}", {"end": True})
+                self._board.put(f"step/{self._step}/{rank}")
         if self._own is not None:
             self._own.__exit__()
 
@@ -389,7 +391,7 @@ class _Leader:
             by_rank[self._agents[task.source_host]].append(index)
         for rank, mine in by_rank.items():
             if rank != 0:
-                self._board.put(f"step/{step}/{rank}", {"tasks": [to_data(tasks[index]) for index in mine]})
+                self._board.put(f"step/{step}/{rank}", tasks=tuple(tasks[index] for index in mine))
         longest = max(task.start_s + task.seconds for task in tasks)
         end = time.monotonic() + longest + _ANSWER_S
         assert self._own is not None
@@ -400,25 +402,14 @@ class _Leader:
                 continue
             key, who = f"result/{step}/{rank}", f"rank {rank} on host {tasks[mine[0]].source_host}"
             if not self._board.wait([key], end - time.monotonic()):
-                for index in mine:
-                    results[index] = _silent(tasks[index], f"{who} did not answer within {longest + _ANSWER_S:g} s")
+                why = f"{who} did not answer within {longest + _ANSWER_S:g} s"
+                results.update((index, tasks[index].result(error=why)) for index in mine)
                 continue
-            entries = _content(self._board.get(key, who=who), "results", who)
-            if not isinstance(entries, list) or len(entries) != len(mine):
+            given = _given(self._board.get(key, who=who).results, "results", who)
+            if len(given) != len(mine):
                 raise ConfigurationError(f"{who}: {len(mine)} results were expected")
-            for index, entry in zip(mine, entries, strict=True):
-                results[index] = from_data(ProbeResult, entry, source=who)
+            results.update(zip(mine, given, strict=True))
         return [results[index] for index in range(len(tasks))]
-
-
-def _silent(task: ProbeTask, why: str) -> ProbeResult:
-    return ProbeResult(
-        source_host=task.source_host,
-        source_nic=task.source_nic,
-        target_host=task.target.host,
-        target_nic=task.target.nic,
-        error=why,
-    )
 
 
 def _live_names(topology: Topology, hosts: Sequence[LiveHost]) -> dict[str, str]:

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_holmes.cluster.json_data import MAX_TEXT
 from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic, TransportKind, Unreachable
 from lightning_holmes.cluster.probe import ProbeResult
+from lightning_holmes.cluster.record import MAX_TEXT
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 

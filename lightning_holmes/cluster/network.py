@@ -1,6 +1,7 @@
 """Nic, Host, Link, Cluster: the nouns of a topology. Plain data, checked when it is made.
 
-Topology (topology.py) holds them together; topology_yaml.py reads and writes them.
+Topology (topology.py) holds them together; record.py reads them. An alias is a field's name in files, where the value
+carries its unit.
 
     nic = Nic(name="mlx5_0", kind="infiniband", bandwidth_bytes_per_s=25e9, interface="ib0", addresses=("10.0.0.1",))
     host = Host(name="node-0", devices=8, nics=(nic,))
@@ -9,18 +10,18 @@ Topology (topology.py) holds them together; topology_yaml.py reads and writes th
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from lightning_holmes.errors import ConfigurationError
+from pydantic import Field
+
+from lightning_holmes.cluster.record import Bandwidth, Latency, PlacedError, Text, check_unique, record
 
 TransportKind = Literal["infiniband", "roce", "ethernet"]
 TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
     """A network card, or one port of it.
@@ -36,21 +37,17 @@ class Nic:
         near_devices: the GPUs of the host (by PCI order) that no other RDMA card is nearer to.
     """
 
-    name: str
+    name: Text
     kind: TransportKind
-    bandwidth_bytes_per_s: float | None = None
-    interface: str | None = None
-    addresses: tuple[str, ...] = ()
+    bandwidth_bytes_per_s: Annotated[Bandwidth | None, Field(alias="bandwidth")] = None
+    interface: Text | None = None
+    addresses: tuple[Text, ...] = ()
     up: bool = True
-    fabric: str | None = None
-    near_devices: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_kind(self.kind, f"kind of NIC {self.name!r}")
-        if self.bandwidth_bytes_per_s is not None:
-            check_bandwidth(self.bandwidth_bytes_per_s, f"NIC {self.name!r}")
+    fabric: Text | None = None
+    near_devices: tuple[Annotated[int, Field(ge=0, le=4096)], ...] = ()
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine: how many devices (processes) it has, and its network cards.
@@ -59,19 +56,18 @@ class Host:
     ranks: the global ranks that the launcher put here; None where they are assigned in the order of the file.
     """
 
-    name: str
-    devices: int
+    name: Text
+    devices: Annotated[int, Field(ge=1, le=4096)]
     nics: tuple[Nic, ...] = ()
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[Annotated[int, Field(ge=0, le=10_000_000)], ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
-            raise ConfigurationError(f"host {self.name!r}: devices={self.devices!r}; write a whole number, at least 1")
-        check_unique([nic.name for nic in self.nics], f"NICs of host {self.name!r}")
-        if self.ranks is not None and (len(self.ranks) != self.devices or min(self.ranks) < 0):
-            raise ConfigurationError(
-                f"host {self.name!r}: ranks {list(self.ranks)}; write {self.devices} ranks of 0 or more, one a device"
-            )
+        check_unique(
+            [(("nics", i, "name"), nic.name) for i, nic in enumerate(self.nics)], f"NICs of host {self.name!r}"
+        )
+        if self.ranks is not None and len(self.ranks) != self.devices:
+            problem = f"{len(self.ranks)} ranks for {self.devices} devices; write one rank for each device"
+            raise PlacedError(f"host {self.name!r}: {problem}", ("ranks",))
 
     def nic_of(self, kind: str, fabric: str | None = None) -> Nic | None:
         """The first NIC of this kind (and fabric, if given) that is up."""
@@ -81,22 +77,22 @@ class Host:
         return None
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The way between two clusters, named by the clusters at its ends. It counts in both directions."""
 
     ends: tuple[str, str]
     transport: TransportKind
-    bandwidth_bytes_per_s: float
-    latency_s: float
+    bandwidth_bytes_per_s: Annotated[Bandwidth, Field(alias="bandwidth")]
+    latency_s: Annotated[Latency, Field(alias="latency")]
     measured: bool = False
 
     def __post_init__(self) -> None:
-        check_kind(self.transport, f"transport of link {self.ends}")
-        check_bandwidth(self.bandwidth_bytes_per_s, f"link {self.ends}")
-        check_latency(self.latency_s, f"link {self.ends}")
+        check_ends(self.ends, "a link joins two different clusters")
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
     """How fast two hosts of one cluster reach each other on one transport.
@@ -108,20 +104,13 @@ class LinkSpeed:
     """
 
     transport: TransportKind
-    bandwidth_bytes_per_s: float
-    latency_s: float | None = None
-    nic_bytes_per_s: float | None = None
+    bandwidth_bytes_per_s: Annotated[Bandwidth, Field(alias="bandwidth")]
+    latency_s: Annotated[Latency | None, Field(alias="latency")] = None
+    nic_bytes_per_s: Annotated[Bandwidth | None, Field(alias="nic_bandwidth")] = None
     measured: bool = False
 
-    def __post_init__(self) -> None:
-        check_kind(self.transport, "transport of a cluster's speed")
-        check_bandwidth(self.bandwidth_bytes_per_s, f"speed on {self.transport}")
-        if self.nic_bytes_per_s is not None:
-            check_bandwidth(self.nic_bytes_per_s, f"NIC rate on {self.transport}")
-        if self.latency_s is not None:
-            check_latency(self.latency_s, f"speed on {self.transport}")
 
-
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable:
     """Two hosts that should reach each other over a transport and did not, with what happened."""
@@ -131,9 +120,10 @@ class Unreachable:
     reason: str
 
     def __post_init__(self) -> None:
-        check_kind(self.transport, f"transport of {self.ends}")
+        check_ends(self.ends, "an unreachable pair is two different hosts")
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Hosts that share a fast network.
@@ -145,18 +135,15 @@ class Cluster:
         speeds: what two of its hosts reach, one entry a transport.
     """
 
-    name: str
-    hosts: tuple[Host, ...]
+    name: Text
+    hosts: Annotated[tuple[Host, ...], Field(min_length=1)]
     fabric: TransportKind | None = None
     fallback: str | None = None
     speeds: tuple[LinkSpeed, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.hosts:
-            raise ConfigurationError(f"cluster {self.name!r} has no hosts; give it at least one")
-        if self.fabric is not None:
-            check_kind(self.fabric, f"fabric of cluster {self.name!r}")
-        check_unique([speed.transport for speed in self.speeds], f"speeds of cluster {self.name!r}")
+        speeds = [(("speeds", i, "transport"), speed.transport) for i, speed in enumerate(self.speeds)]
+        check_unique(speeds, f"speeds of cluster {self.name!r}")
 
     @property
     def num_devices(self) -> int:
@@ -168,26 +155,7 @@ class Cluster:
         return next((speed for speed in self.speeds if speed.transport == transport), None)
 
 
-def check_kind(kind: str, what: str) -> None:
-    """Raise ConfigurationError unless kind is one of TRANSPORT_KINDS."""
-    if kind not in TRANSPORT_KINDS:
-        raise ConfigurationError(f"{what} is {kind!r}; allowed: {', '.join(TRANSPORT_KINDS)}")
-
-
-def check_bandwidth(value: float, what: str) -> None:
-    """Raise ConfigurationError unless value is positive and finite."""
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{what}: bandwidth_bytes_per_s={value!r}; write a positive, finite number")
-
-
-def check_latency(value: float, what: str) -> None:
-    """Raise ConfigurationError unless value is finite and not negative."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigurationError(f"{what}: latency_s={value!r}; write zero or more seconds")
-
-
-def check_unique(names: Sequence[str], what: str) -> None:
-    """Raise ConfigurationError that names what stands twice."""
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ConfigurationError(f"{what}: every name may stand once, but repeated: {', '.join(repeated)}")
+def check_ends(ends: tuple[str, str], rule: str) -> None:
+    """Raise PlacedError if both ends are the same."""
+    if ends[0] == ends[1]:
+        raise PlacedError(f"both ends are {ends[0]!r}; {rule}", ("ends",))

@@ -24,9 +24,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.record import record
 from lightning_holmes.errors import ConfigurationError
 
 _HELLO = b"HOLMES1\n"
@@ -47,6 +48,7 @@ _SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where a host's listener answers for one NIC."""
@@ -57,6 +59,7 @@ class Endpoint:
     port: int
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTask:
     """Connect from a NIC to an endpoint; send for ``seconds`` (0: only measure latency), starting at ``start_s``."""
@@ -69,7 +72,26 @@ class ProbeTask:
     seconds: float = 0.0
     start_s: float = 0.0
 
+    def result(self, **found: Any) -> ProbeResult:
+        """The result that names this task's ends."""
+        return ProbeResult(
+            source_host=self.source_host,
+            source_nic=self.source_nic,
+            target_host=self.target.host,
+            target_nic=self.target.nic,
+            **found,
+        )
 
+    def failed(self, why: str) -> ProbeResult:
+        """The result of a task that went wrong; it names both ends."""
+        target = self.target
+        source = f"{self.source_host} {self.source_nic} ({self.source_address})"
+        return self.result(
+            error=f"from {source} to {target.host} {target.nic} ({target.address}) port {target.port}: {why}"
+        )
+
+
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
     """What a task gave. error is None if it went well; bandwidth is measured only by tasks that send."""
@@ -119,9 +141,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -219,7 +239,7 @@ def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes, timeout_s: float = 2.
     end = begin + max((task.start_s + task.seconds for task in tasks), default=0.0) + 3 * timeout_s + 2
     for thread in threads:
         thread.join(timeout=max(0.0, end - time.monotonic()))
-    return [result or _failed(task, "it did not end in time") for task, result in zip(tasks, results, strict=True)]
+    return [result or task.failed("it did not end in time") for task, result in zip(tasks, results, strict=True)]
 
 
 def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = 2.0) -> ProbeResult:
@@ -241,12 +261,12 @@ def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = 2.0) -> ProbeR
             _introduce(connection, token, target, milliseconds, time.monotonic() + timeout_s + _HANDSHAKE_S)
             connection.settimeout(timeout_s)
             if milliseconds == 0:
-                return _result(task, latency_s=_ping(connection, timeout_s))
-            return _result(task, bandwidth_bytes_per_s=_send(connection, milliseconds / 1000, timeout_s))
+                return task.result(latency_s=_ping(connection, timeout_s))
+            return task.result(bandwidth_bytes_per_s=_send(connection, milliseconds / 1000, timeout_s))
     except TimeoutError:
-        return _failed(task, f"no answer within {timeout_s:g} s; is a firewall in the way?")
+        return task.failed(f"no answer within {timeout_s:g} s; is a firewall in the way?")
     except OSError as error:
-        return _failed(task, error.strerror or str(error))
+        return task.failed(error.strerror or str(error))
 
 
 def probe_addresses(nic: Nic) -> tuple[str, ...]:
@@ -376,28 +396,3 @@ def steady_rate(samples: Sequence[tuple[float, int]]) -> tuple[float, int]:
         if left <= 0:
             return window
     return 0.0, 0
-
-
-def _result(
-    task: ProbeTask, *, latency_s: float | None = None, bandwidth_bytes_per_s: float | None = None
-) -> ProbeResult:
-    return ProbeResult(
-        source_host=task.source_host,
-        source_nic=task.source_nic,
-        target_host=task.target.host,
-        target_nic=task.target.nic,
-        latency_s=latency_s,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-    )
-
-
-def _failed(task: ProbeTask, why: str) -> ProbeResult:
-    target = task.target
-    return ProbeResult(
-        source_host=task.source_host,
-        source_nic=task.source_nic,
-        target_host=target.host,
-        target_nic=target.nic,
-        error=f"from {task.source_host} {task.source_nic} ({task.source_address}) to {target.host} {target.nic} "
-        f"({target.address}) port {target.port}: {why}",
-    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_holmes.cluster.interfaces import Interface
+from lightning_holmes.cluster.record import Address, record
 from lightning_holmes.cluster.sysfs import SysfsReader, natural_key, pci_path
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*Gb/sec")
@@ -22,6 +23,7 @@ _MAX_GIDS = 256
 DEFAULT_PREFIX = "fe80:0000:0000:0000"
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaPort:
     """One port of an RDMA device.
@@ -52,7 +54,7 @@ class RdmaPort:
     sm_lid: int | None = None
     subnet_prefix: str | None = None
     interface: str | None = None
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
     numa_node: int | None = None
     function: Literal["physical", "virtual"] | None = None
     pci: tuple[str, ...] = ()

@@ -33,11 +33,15 @@ measured_at beside clusters. docs/topology.md lists them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from lightning_holmes.cluster.json_data import from_json, to_json
+import yaml
+from pydantic import Field
+
 from lightning_holmes.cluster.network import (
     TRANSPORT_KINDS,
     Cluster,
@@ -47,9 +51,17 @@ from lightning_holmes.cluster.network import (
     Nic,
     TransportKind,
     Unreachable,
-    check_unique,
 )
-from lightning_holmes.cluster.topology_yaml import read_topology, write_topology
+from lightning_holmes.cluster.record import (
+    Place,
+    PlacedError,
+    YamlText,
+    check_unique,
+    read_json,
+    record,
+    to_data,
+    to_json,
+)
 from lightning_holmes.errors import ConfigurationError
 
 __all__ = [
@@ -64,7 +76,10 @@ __all__ = [
     "Unreachable",
 ]
 
+_MAX_COUNT = 100_000  # hosts from one entry; beyond it the count is a slip of the finger
 
+
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """All clusters and the links between them.
@@ -76,23 +91,25 @@ class Topology:
         source: the file it came from, for messages only.
     """
 
-    clusters: tuple[Cluster, ...]
+    clusters: Annotated[tuple[Cluster, ...], Field(min_length=1)]
     links: tuple[Link, ...] = ()
     unreachable: tuple[Unreachable, ...] = ()
     warnings: tuple[str, ...] = ()
-    measured_at_s: float | None = None
+    measured_at_s: Annotated[float | None, Field(alias="measured_at")] = None
     source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.clusters:
-            raise ConfigurationError("a topology needs at least one cluster")
-        names = [cluster.name for cluster in self.clusters]
-        check_unique(names, "clusters")
-        check_unique([host.name for host in self.hosts], "hosts")
-        check_unique([" and ".join(map(repr, sorted(link.ends))) for link in self.links], "links")
-        for link in self.links:
-            if link.ends[0] == link.ends[1] or not set(link.ends) <= set(names):
-                raise ConfigurationError(f"link {link.ends} must join two of the clusters {', '.join(names)}")
+        clusters = [cluster.name for cluster in self.clusters]
+        check_unique([(("clusters", i, "name"), name) for i, name in enumerate(clusters)], "clusters")
+        places = [("clusters", i, "hosts", j, "name") for i, c in enumerate(self.clusters) for j in range(len(c.hosts))]
+        hosts = [host.name for host in self.hosts]
+        check_unique(list(zip(places, hosts, strict=True)), "hosts")
+        check_unique([(("links", i, "ends"), frozenset(link.ends)) for i, link in enumerate(self.links)], "links")
+        for i, link in enumerate(self.links):
+            _check_ends(link.ends, f"link {link.ends} must join two of the clusters", clusters, ("links", i, "ends"))
+        for i, pair in enumerate(self.unreachable):
+            what = f"the unreachable pair {pair.ends} must be two of the hosts"
+            _check_ends(pair.ends, what, hosts, ("unreachable", i, "ends"))
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -213,11 +230,24 @@ class Topology:
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "topology") -> Topology:
         """Read a topology from YAML text; source is the name that messages use for it."""
-        return cls(source=source, **read_topology(text, source=source))
+        document = YamlText(text, source=source)
+        entries = _write_out_counts(document)
+
+        def origin(place: Place) -> Place:
+            if len(place) < 4 or place[0] != "clusters" or place[2] != "hosts":
+                return place
+            _, cluster, _, host, *rest = place
+            return ("clusters", cluster, "hosts", entries[cluster][host], *rest)
+
+        topology = document.read(cls, origin, beside={"devices": "count"})
+        if topology.source is not None:
+            raise document.error(("source",), "unknown key 'source'", at_key=True)
+        return replace(topology, source=source)
 
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal topology. Every host is written out."""
-        return write_topology(self)
+        data = to_data(replace(self, source=None), aliases=True)
+        return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
     def to_json(self) -> str:
         """JSON for other processes; the keys are those of the dataclasses."""
@@ -226,7 +256,44 @@ class Topology:
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str) -> Topology:
         """Read what to_json wrote; source says in messages whose text it is."""
-        return from_json(cls, text, source=source)
+        return read_json(cls, text, source=source)
+
+
+def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:
+    """Put as many hosts as an entry's ``count`` says in its place, named with a number each.
+
+    Returns for each cluster the entry that each of its hosts is from.
+    """
+    found: dict[Any, dict[Any, int]] = {}
+    clusters = document.data.get("clusters") if isinstance(document.data, dict) else None
+    for i, cluster in enumerate(clusters if isinstance(clusters, list) else ()):
+        if not isinstance(cluster, dict) or not isinstance(cluster.get("hosts"), list):
+            continue
+        hosts: list[Any] = []
+        found[i] = {}
+        for j, host in enumerate(cluster["hosts"]):
+            names: list[str | None] = [None]
+            if isinstance(host, dict) and "count" in host:
+                count, place = host.pop("count"), ("clusters", i, "hosts", j)
+                if type(count) is not int or not 1 <= count <= _MAX_COUNT:
+                    problem = f"{count!r} is not allowed; write a whole number from 1 to {_MAX_COUNT}"
+                    raise document.error((*place, "count"), problem)
+                if "ranks" in host:
+                    problem = "ranks belong to one host; write hosts with ranks out, without a count"
+                    raise document.error((*place, "ranks"), problem)
+                names = [f"{host.get('name')}-{number}" for number in range(count)]
+            found[i] |= dict.fromkeys(range(len(hosts), len(hosts) + len(names)), j)
+            hosts += [host if name is None else {**host, "name": name} for name in names]
+        cluster["hosts"] = hosts
+    return found
+
+
+def _check_ends(ends: Sequence[str], rule: str, names: Sequence[str], place: Place) -> None:
+    unknown = [end for end in ends if end not in names]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PlacedError(f"{rule}, which are {', '.join(names[:20])}{hint}", place)
 
 
 def _listed(hosts: Sequence[Host]) -> str:

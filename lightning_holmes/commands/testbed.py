@@ -20,11 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_holmes.cluster.record import parse_bandwidth
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import remove_abandoned, remove_remains
 from lightning_holmes.cluster.testbed.layout import DEFAULT_PREFIX, MAX_SHAPED_BYTES_PER_S
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.cluster.yaml_node import YamlNode
 from lightning_holmes.errors import ConfigurationError
 
 _DEFAULT_ID = "main"
@@ -36,7 +36,10 @@ def parse_rate(text: str, *, source: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower())
     if found:
         return float(found.group(1)) * _TC_UNITS[found.group(2)] / 8
-    return YamlNode.parse(text or "''", source=source).bandwidth_bytes_per_s()
+    try:
+        return float(parse_bandwidth(text))
+    except ValueError as error:
+        raise ConfigurationError(f"{source}: {error}") from None
 
 
 def show_rate(bandwidth_bytes_per_s: float | None) -> str:

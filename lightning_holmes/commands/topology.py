@@ -27,9 +27,8 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_holmes.cluster.fabric import group_hosts
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
-from lightning_holmes.cluster.json_data import to_data
+from lightning_holmes.cluster.record import to_data
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.cluster.topology_yaml import rename_for_files
 from lightning_holmes.commands.topology_plot import check_plot_file, plot_topology
 from lightning_holmes.commands.topology_table import print_host, print_topology
 from lightning_holmes.errors import ConfigurationError
@@ -111,7 +110,7 @@ def _show(topology: Topology, options: Namespace, *, table: bool = True) -> None
     if options.format == "yaml":
         print(topology.to_yaml(), end="")
     elif options.format == "json":
-        print(json.dumps(rename_for_files(to_data(topology)), indent=2))
+        print(json.dumps(to_data(replace(topology, source=None), aliases=True), indent=2))
     elif table:
         print_topology(topology)
     if options.plot is not None:

@@ -5,47 +5,33 @@ MadeFor(module="GPT", num_parameters=852_736, clusters=cluster_facts(topology))
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
+
+from lightning_holmes.cluster.record import Text, record
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.cluster.yaml_node import YamlNode
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
     """A cluster: its hosts, and the kinds of cards that all of them have; none: they are not known."""
 
-    name: str
-    hosts: int
-    cards: tuple[str, ...] = ()
+    name: Text
+    hosts: Annotated[int, Field(ge=1)]
+    cards: tuple[Text, ...] = ()
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
     """module: the LightningModule's class. What is None or empty is not known, and not compared."""
 
-    module: str | None = None
-    num_parameters: int | None = None
+    module: Text | None = None
+    num_parameters: Annotated[int | None, Field(ge=0)] = None
     clusters: tuple[ClusterFacts, ...] = ()
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data for YAML."""
-        clusters = [{**asdict(cluster), "cards": list(cluster.cards)} for cluster in self.clusters]
-        data = {"module": self.module, "num_parameters": self.num_parameters, "clusters": clusters}
-        return {key: value for key, value in data.items() if value is not None}
-
-    @classmethod
-    def read(cls, node: YamlNode) -> MadeFor:
-        """Read what to_data gave; any key may be left out."""
-        entries = node.mapping(required=(), optional=("module", "num_parameters", "clusters"))
-        return cls(
-            module=entries["module"].text() if "module" in entries else None,
-            num_parameters=entries["num_parameters"].integer(minimum=0) if "num_parameters" in entries else None,
-            clusters=tuple(_read_cluster(entry) for entry in entries["clusters"].items())
-            if "clusters" in entries
-            else (),
-        )
 
     def differences(self, here: MadeFor) -> list[str]:
         """What was otherwise where this plan was made, in words."""
@@ -76,9 +62,3 @@ def cluster_facts(topology: Topology) -> tuple[ClusterFacts, ...]:
         cards = tuple(sorted(set.intersection(*kinds)))
         found.append(ClusterFacts(name=cluster.name, hosts=len(cluster.hosts), cards=cards))
     return tuple(found)
-
-
-def _read_cluster(node: YamlNode) -> ClusterFacts:
-    entries = node.mapping(required=("name", "hosts"), optional=("cards",))
-    cards = tuple(entry.text() for entry in entries["cards"].items()) if "cards" in entries else ()
-    return ClusterFacts(name=entries["name"].text(), hosts=entries["hosts"].integer(minimum=1), cards=cards)

@@ -9,18 +9,19 @@ It owns no decision: the strategy fills it from partition, schedule and placemen
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import Field
 
-from lightning_holmes.cluster.yaml_node import YamlNode
+from lightning_holmes.cluster.record import Text, YamlText, record, to_data
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES
+from lightning_holmes.plan.schedule import ScheduleName
 from lightning_holmes.plan.stage_ranks import rank_of_stage, stages_of_rank
 
 Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "world"]
@@ -28,16 +29,41 @@ Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "worl
 WHOLE_MODULE = "(whole module)"
 """What a plan calls the layers of a module that is run whole."""
 
+_Positive = Annotated[int, Field(ge=1)]
+_Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
+
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
     """One group of processes: its global ranks, the transport it uses, and why it uses that one."""
 
-    name: str
+    name: Text
     axis: Axis
-    ranks: tuple[int, ...]
-    transport: str
-    reason: str
+    ranks: _Ranks
+    transport: Text
+    reason: Text
+
+
+@record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanFile:
+    """What a plan's file holds; made_for and tensor_parallel_size are not in the oldest ones."""
+
+    pipeline_parallel_size: _Positive
+    data_parallel_size: _Positive
+    num_microbatches: _Positive
+    eval_num_microbatches: _Positive
+    schedule: ScheduleName
+    num_chunks: _Positive
+    layers: Text
+    partition: Annotated[tuple[_Positive, ...], Field(min_length=1)]
+    placement: Annotated[tuple[_Ranks, ...], Field(min_length=1)]
+    clusters: tuple[Text, ...]
+    groups: tuple[GroupPlan, ...]
+    notes: tuple[Text, ...]
+    tensor_parallel_size: _Positive = 1
+    made_for: MadeFor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,40 +143,21 @@ class Plan:
             "partition": list(self.partition.layer_counts),
             "placement": [list(row) for row in self.placement.grid],
             "clusters": list(self.clusters),
-            "groups": [{**asdict(group), "ranks": list(group.ranks)} for group in self.groups],
+            "groups": [to_data(group) for group in self.groups],
             "notes": list(self.notes),
         }
         del data["made_for"]
         if self.made_for is not None:
-            data["made_for"] = self.made_for.to_data()
+            data["made_for"] = to_data(self.made_for)
         return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110))
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "plan") -> Plan:
         """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
-        root = YamlNode.parse(text, source=source)
-        later = ("tensor_parallel_size", "made_for")  # plans of before have none
-        names = [entry.name for entry in fields(cls) if entry.name not in later]
-        entries = root.mapping(required=names, optional=later)
-        tensor = entries["tensor_parallel_size"].integer(minimum=1) if "tensor_parallel_size" in entries else 1
-        return cls(
-            pipeline_parallel_size=entries["pipeline_parallel_size"].integer(minimum=1),
-            data_parallel_size=entries["data_parallel_size"].integer(minimum=1),
-            num_microbatches=entries["num_microbatches"].integer(minimum=1),
-            eval_num_microbatches=entries["eval_num_microbatches"].integer(minimum=1),
-            schedule=entries["schedule"].choice(SCHEDULE_NAMES),
-            num_chunks=entries["num_chunks"].integer(minimum=1),
-            layers=entries["layers"].text(),
-            partition=Partition(_read_integers(entries["partition"], minimum=1)),
-            tensor_parallel_size=tensor,
-            placement=Placement(
-                tuple(_read_integers(row, minimum=0) for row in entries["placement"].items(minimum=1)), tensor
-            ),
-            clusters=tuple(entry.text() for entry in entries["clusters"].items()),
-            groups=tuple(_read_group(entry) for entry in entries["groups"].items()),
-            notes=tuple(entry.text() for entry in entries["notes"].items()),
-            made_for=MadeFor.read(entries["made_for"]) if "made_for" in entries else None,
-        )
+        file = YamlText(text, source=source).read(_PlanFile)
+        given = {entry.name: getattr(file, entry.name) for entry in fields(file)}
+        placement = Placement(file.placement, file.tensor_parallel_size)
+        return cls(**{**given, "partition": Partition(file.partition), "placement": placement})
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -164,18 +171,3 @@ class Plan:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))
-
-
-def _read_integers(node: YamlNode, *, minimum: int) -> tuple[int, ...]:
-    return tuple(entry.integer(minimum=minimum) for entry in node.items(minimum=1))
-
-
-def _read_group(node: YamlNode) -> GroupPlan:
-    entries = node.mapping(required=[entry.name for entry in fields(GroupPlan)])
-    return GroupPlan(
-        name=entries["name"].text(),
-        axis=cast(Axis, entries["axis"].choice(get_args(Axis))),
-        ranks=_read_integers(entries["ranks"], minimum=0),
-        transport=entries["transport"].text(),
-        reason=entries["reason"].text(),
-    )

@@ -304,15 +304,21 @@ GOOD = HostInventory(name="a", identity="a").to_json()
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": " "}, "name of a host is empty"),
+        ({"name": " "}, "name: the text is empty"),
         ({"rdma": [{"name": "m", "device": "m", "port": 1, "kind": "wifi"}]}, "rdma[0].kind: 'wifi'"),
-        ({"rdma": [{"name": "m", "device": "m", "kind": "roce"}]}, "'port' of RdmaPort is missing"),
-        ({"interfaces": [{"name": "e", "kind": "x", "up": 1}]}, "interfaces[0].up: 1 is not true or false"),
-        ({"interfaces": [{"name": "e", "kind": "x", "up": True, "addresses": ["1.2.3"]}]}, "address of host 'a'"),
+        ({"rdma": [{"name": "m", "device": "m", "kind": "roce"}]}, "rdma[0]: the key 'port' is missing"),
+        (
+            {"interfaces": [{"name": "e", "kind": "x", "up": 1}]},
+            "interfaces[0].up: 1 is not allowed; write true or false",
+        ),
+        (
+            {"interfaces": [{"name": "e", "kind": "x", "up": True, "addresses": ["1.2.3"]}]},
+            "interfaces[0].addresses[0]: '1.2.3' does not appear to be",
+        ),
         ({"interfaces": [{"name": "e", "kind": "x", "up": True}] * 2}, "repeated: e"),
-        ({"warnings": "text"}, "warnings: 'text' is not a list"),
+        ({"warnings": "text"}, "warnings: 'text' is not allowed; write a list"),
         ({"name": "x" * 5000}, "at most 4096"),
-        ({"__class__": "os"}, "'__class__' is not a field"),
+        ({"__class__": "os"}, "unknown key '__class__'"),
     ],
 )
 def test_hostile_inventories(change: dict[str, object], words: str) -> None:

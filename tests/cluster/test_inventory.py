@@ -12,7 +12,7 @@ import pytest
 
 from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.interfaces import Interface
-from lightning_holmes.cluster.inventory import ProbeOptions, Store, discover_topology, exchange_inventories
+from lightning_holmes.cluster.inventory import ProbeOptions, Store, discover_topology
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
@@ -117,14 +117,6 @@ def host(name: str, number: int, kind: str | None = None, fast: str | None = Non
         interfaces=(eth,),
         main_interface="plain0",
     )
-
-
-def test_every_rank_has_all_inventories() -> None:
-    first = [host("a", 1), host("b", 2, "roce"), host("a", 1)]
-    second = [replace(inventory, cluster="x") for inventory in first]  # the same store again: new keys
-    store = DictStore()
-    assert on_all_ranks(3, lambda rank: exchange_inventories(store, rank, 3, first[rank])) == [first] * 3
-    assert on_all_ranks(3, lambda rank: exchange_inventories(store, rank, 3, second[rank])) == [second] * 3
 
 
 def test_two_clusters_are_found_and_measured(tmp_path: Path) -> None:
@@ -298,4 +290,4 @@ def test_over_torchs_own_store() -> None:
     assert [h.ranks for h in topology.hosts] == [(0,), (1, 2)]
     short = torch_distributed.TCPStore("127.0.0.1", master.port, is_master=False)
     with pytest.raises(RemoteError, match="from rank 1, 2 while"):
-        exchange_inventories(short, 0, 3, inventories[0], timeout_s=0.3)
+        discover_topology(short, 0, 3, local=inventories[0], timeout_s=0.3)
