@@ -48,7 +48,7 @@ class CheckpointingStrategy(JoiningStrategy):
         lightning_hooks.install()
 
     @property
-    def _job(self) -> checkpoints.Job:
+    def _membership(self) -> checkpoints.Job:
         groups = self._groups
         return checkpoints.Job(
             rank=self.global_rank,
@@ -62,7 +62,7 @@ class CheckpointingStrategy(JoiningStrategy):
 
     @property
     def _writes_folders(self) -> bool:
-        return self._checkpoints.writes_folders(self._job, self.checkpoint_io)
+        return self._checkpoints.writes_folders(self._membership, self.checkpoint_io)
 
     def agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
         """What ``find()`` returns on rank 0, or raises there, on every rank; before the run is set up."""
@@ -162,14 +162,16 @@ class CheckpointingStrategy(JoiningStrategy):
             warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part")
             return
         if "loops" in checkpoint:
-            self._checkpoints.add_what_resuming_needs(self._job, checkpoint, base_seed=self._base_seed, failed=failed)
+            self._checkpoints.add_what_resuming_needs(
+                self._membership, checkpoint, base_seed=self._base_seed, failed=failed
+            )
         plan = self._plan.to_yaml() if self._plan is not None else ""
         background = self._checkpoints.background and self._pipeline is not None and not self._failed
         if not self._writes_folders:
             if not self._is_ours(filepath) or storage_options is not None:
                 super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             else:
-                self._checkpoints.save_plain(self._job, checkpoint, filepath, plan=plan, background=background)
+                self._checkpoints.save_plain(self._membership, checkpoint, filepath, plan=plan, background=background)
             return
         if storage_options is not None:
             raise ConfigurationError(
@@ -186,17 +188,17 @@ class CheckpointingStrategy(JoiningStrategy):
         }
         if failed:
             try:
-                self._checkpoints.save_in_distress(self._job, checkpoint, filepath, **about)
+                self._checkpoints.save_in_distress(self._membership, checkpoint, filepath, **about)
             except Exception as error:
                 warnings.warn(f"{filepath} is not saved: the run has failed, and not on all ranks at once ({error})")
             return
         with self._explaining():
-            self._checkpoints.save_folder(self._job, checkpoint, filepath, background=background, **about)
+            self._checkpoints.save_folder(self._membership, checkpoint, filepath, background=background, **about)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint; all ranks must call."""
         if self._is_ours(filepath):
-            self._checkpoints.remove(self._job, filepath)
+            self._checkpoints.remove(self._membership, filepath)
         else:
             super().remove_checkpoint(filepath)
 
@@ -211,11 +213,11 @@ class CheckpointingStrategy(JoiningStrategy):
         if not self._is_ours(checkpoint_path) and not lightning_hooks.is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         with self._explaining():
-            loaded = self._checkpoints.load(self._job, checkpoint_path, weights_only=weights_only)
+            loaded = self._checkpoints.load(self._membership, checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._saved_seed = resume.base_seed(loaded)
-            resume.give_loaders_their_states(loaded, self._job.replica, self._job.num_replicas)
+            resume.give_loaders_their_states(loaded, self._membership.replica, self._membership.num_replicas)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

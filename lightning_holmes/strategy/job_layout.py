@@ -1,24 +1,21 @@
 """JobLayout: what a job stands on, before any module is looked at: topology, placement, transports and groups.
 
-layout = lay_out_job("auto", pipeline_parallel_size="auto", num_chunks=1, largest_num_chunks=1, job=job)      # every rank must call
+layout = lay_out_job(topology, options.plan_options, connection, facts=facts)      # every rank must call
 layout.placement, layout.groups, layout.transports
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, p2p_pairs
 from lightning_holmes.comm.transport import GroupTransports
-from lightning_holmes.comm.user_settings import UserSettings, set_own
+from lightning_holmes.comm.user_settings import set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import (
     Placement,
@@ -28,29 +25,11 @@ from lightning_holmes.plan.placement import (
     crossing_groups,
     make_placement,
 )
+from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import agreement
+from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.torch_private import default_store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """This process's place in its job, and what it talks by.
-
-    ``inventory``: of this host; None where all ranks are on one host. ``measures_links``: at the start, where nobody has done
-    it within a day.
-    """
-
-    rank: int
-    world_size: int
-    num_nodes: int
-    backend: str
-    device: torch.device
-    timeout: timedelta | None
-    port_range: tuple[int, int] | None
-    inventory: HostInventory | None
-    user: UserSettings
-    measures_links: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,60 +49,62 @@ class JobLayout:
     is_gloo: bool = True
 
 
-def find_topology(argument: str | Topology, job: Job) -> Topology:
-    """What exists: discovered, or given and matched with the hosts of the job. Every rank must call.
+def find_topology(argument: str | Topology, connection: Connection, *, measures_links: bool) -> Topology:
+    """What exists: discovered, or given and matched with the hosts of the connection. Every rank must call.
 
     Where all ranks are on one host nothing is looked for: a file may lay them out as several clusters.
+
+    Args:
+        measures_links: where nobody has done it within a day.
     """
     given = None
     if isinstance(argument, Topology):
         given = argument
     elif argument != "auto":
         given = Topology.from_yaml(argument)
-    if job.inventory is None:
-        return given or Topology.single_cluster(job.num_nodes, max(1, job.world_size // job.num_nodes))
+    if connection.inventory is None:
+        hosts = connection.num_nodes
+        return given or Topology.single_cluster(hosts, max(1, connection.world_size // hosts))
+    timeout = connection.options.timeout
     return discover_topology(
         default_store(),
-        job.rank,
-        job.world_size,
-        local=job.inventory,
+        connection.rank,
+        connection.world_size,
+        local=connection.inventory,
         given=given,
-        options=ProbeOptions(measure=job.measures_links, recall=True, port_range=job.port_range),
-        timeout_s=120.0 if job.timeout is None else min(120.0, job.timeout.total_seconds()),
+        options=ProbeOptions(measure=measures_links, recall=True, port_range=connection.options.ports),
+        timeout_s=120.0 if timeout is None else min(120.0, timeout.total_seconds()),
     )
 
 
 def lay_out_job(
     topology: Topology,
+    asked: PlanOptions,
+    connection: Connection,
     *,
-    pipeline_parallel_size: int | Literal["auto"],
-    num_chunks: int | Literal["auto"],
-    largest_num_chunks: int,
-    schedule: str = "1f1b",
-    job: Job,
     facts: Mapping[str, str],
-    tensor_parallel_size: int = 1,
-    activation_dtype: torch.dtype | None = None,
+    sent_dtype: torch.dtype | None = None,
 ) -> JobLayout:
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
 
-    ``largest_num_chunks``: ways between pipeline ranks are made for so many chunks a rank, if ``num_chunks`` is open.
-    ``facts``: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
-    ``activation_dtype``: in which tensors between stages travel from one cluster to another; None: as they are.
+    Args:
+        facts: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
+        sent_dtype: in which tensors between stages travel from one cluster to another; None: as they are.
 
     Raises:
         ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
     """
+    tensor_parallel_size, num_chunks = asked.tensor_parallel_size, asked.num_chunks
     notes = []
-    if pipeline_parallel_size == "auto":
+    if asked.pipeline_parallel_size == "auto":
         size, reason = choose_pipeline_size(topology, tensor_parallel_size)
         hint = "" if size > 1 else "; for a pipeline give pipeline_parallel_size, or a topology with several clusters"
         notes.append(f"pipeline_parallel_size: {reason}{hint}")
     else:
-        size = pipeline_parallel_size
+        size = asked.pipeline_parallel_size
     placement = make_placement(
         topology,
-        world_size=job.world_size,
+        world_size=connection.world_size,
         pipeline_parallel_size=size,
         tensor_parallel_size=tensor_parallel_size,
     )
@@ -138,8 +119,8 @@ def lay_out_job(
             f"so their gradients cross between them. {alternatives(topology, tensor_parallel_size)}"
         )
     notes += topology.warnings
-    chooser = None if job.inventory is None else TransportChooser(topology, sockets=job.backend == "gloo")
-    transports = GroupTransports(chooser, rank=job.rank, backend=job.backend, user=job.user)
+    chooser = None if connection.inventory is None else TransportChooser(topology, sockets=connection.backend == "gloo")
+    transports = GroupTransports(chooser, rank=connection.rank, backend=connection.backend, user=connection.user)
     replicas = [placement.data_parallel_group(stage, t) for stage in range(size) for t in range(tensor_parallel_size)]
     columns = [(d, t) for d in range(placement.data_parallel_size) for t in range(tensor_parallel_size)]
     pipelines = [placement.pipeline_group(*column) for column in columns]
@@ -148,22 +129,30 @@ def lay_out_job(
         for stage in range(size)
         for replica in range(placement.data_parallel_size)
     ]
-    pairs = p2p_pairs(size, largest_num_chunks if size > 1 else 1, schedule)
+    pairs = p2p_pairs(size, asked.largest_num_chunks if size > 1 else 1, asked.schedule)
     p2p = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     clusters = [cluster.name for cluster, _ in topology.places()]
-    if activation_dtype is not None and all(clusters[a] == clusters[b] for a, b in p2p):
-        notes.append(f"activation_dtype={activation_dtype} has nothing to do: no stages send to another cluster")
+    if sent_dtype is not None and all(clusters[a] == clusters[b] for a, b in p2p):
+        notes.append(f"activation_dtype={sent_dtype} has nothing to do: no stages send to another cluster")
     levels = [members for ranks in replicas for level in cluster_levels(ranks, clusters) for members in level]
-    own = [group for group in (*replicas, *levels, *tensors, *pipelines, *p2p) if job.rank in group and len(group) > 1]
-    transports.check_world(range(job.world_size))
+    own = [
+        group
+        for group in (*replicas, *levels, *tensors, *pipelines, *p2p)
+        if connection.rank in group and len(group) > 1
+    ]
+    transports.check_world(range(connection.world_size))
     # before anything is sent over WORLD: NCCL reads its variables with its first communicator
     set_own(transports.nccl_environment(own))
     _warn_of_fallbacks(transports, [group for group in replicas if len(group) > 1])
-    agreement.compare_ranks({**facts, **job.user.facts()}, job.world_size)
+    agreement.compare_ranks({**facts, **connection.user.facts()}, connection.world_size)
     builder = GroupBuilder(
-        rank=job.rank, backend=job.backend, device=job.device, timeout=job.timeout, transports=transports
+        rank=connection.rank,
+        backend=connection.backend,
+        device=connection.device,
+        timeout=connection.options.timeout,
+        transports=transports,
     )
-    groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=activation_dtype)
+    groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=sent_dtype)
     return JobLayout(
         topology=topology,
         placement=placement,
@@ -171,8 +160,8 @@ def lay_out_job(
         groups=groups,
         pairs=tuple(pairs),
         notes=tuple(notes),
-        num_hosts=1 if job.inventory is None else job.num_nodes,
-        is_gloo=job.backend == "gloo",
+        num_hosts=1 if connection.inventory is None else connection.num_nodes,
+        is_gloo=connection.backend == "gloo",
     )
 
 

@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_holmes.callbacks.timeline import TimelineMonitor, make_monitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions
+from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES
 from lightning_holmes.plan.stage_ranks import V_SHAPED
 from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy.plan_request import ProfileKind
 from lightning_holmes.strategy.sharding import ShardingOptions
 
+ProfileKind = Literal["auto", "flops", "measure"]
 _View = TypeVar("_View", GradientOptions, ShardingOptions, TrainingOptions)
 
 
@@ -152,6 +155,32 @@ class Options:
     def make_monitor(self) -> TimelineMonitor | None:
         """The callback that ``monitor`` asks for."""
         return make_monitor(self.monitor)
+
+    def check_given_plan(
+        self,
+        topology: Topology,
+        *,
+        world_size: int,
+        structure: ModuleStructure | None = None,
+        module: pl.LightningModule | None = None,
+    ) -> None:
+        """Refuse a plan file that was made for other clusters or, when the module is known, another module.
+
+        Raises:
+            ConfigurationError: names the differences.
+        """
+        if self.given_plan is None:
+            return
+        check_plan(
+            self.given_plan,
+            topology=topology,
+            placement=place_again(self.given_plan, topology, world_size),
+            layers=None if structure is None else structure.layers,
+            num_layers=None if structure is None else structure.num_layers,
+            module=None if module is None else type(module).__name__,
+            num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
+            source=f"the plan in {self.plan}",
+        )
 
     def arguments(self) -> dict[str, Any]:
         """By name what all ranks must have alike: a plan file by what it asks for, the topology apart."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,9 +15,8 @@ from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.options import ProfileKind
 from lightning_holmes.strategy.tracing import TraceResult
-
-ProfileKind = Literal["auto", "flops", "measure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.report import print_plan
 from lightning_holmes.plan.training import TrainingOptions
@@ -55,24 +52,6 @@ class PlanningStrategy(SteppingStrategy):
     def prediction(self) -> Prediction | None:
         """What a training step was predicted to cost when the plan was made; None where no costs were known."""
         return None if self._runtime_plan is None else self._runtime_plan.prediction
-
-    def _check_given_plan(
-        self, topology: Topology, structure: ModuleStructure | None = None, module: "pl.LightningModule | None" = None
-    ) -> None:
-        """Refuse a plan file that was made for other clusters or, when the module is known, another module."""
-        plan = self._options.given_plan
-        if plan is None:
-            return
-        check_plan(
-            plan,
-            topology=topology,
-            placement=place_again(plan, topology, self.world_size),
-            layers=None if structure is None else structure.layers,
-            num_layers=None if structure is None else structure.num_layers,
-            module=None if module is None else type(module).__name__,
-            num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
-            source=f"the plan in {self._options.plan}",
-        )
 
     def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:
         """One batch of each loader that will be read, by the name of its step; on the device."""

@@ -48,8 +48,7 @@ from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import Gradients
-from lightning_holmes.strategy.options import Options
-from lightning_holmes.strategy.plan_request import ProfileKind
+from lightning_holmes.strategy.options import Options, ProfileKind
 from lightning_holmes.strategy.planning import PlanningStrategy
 from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.torch_private import default_store
@@ -237,7 +236,7 @@ class HolmesStrategy(PlanningStrategy):
         """Refuse what cannot be run; the same module, seed and random state on every rank."""
         module = self.lightning_module
         assert module is not None and self.model is not None
-        assert self._placement is not None and self._groups is not None
+        assert self._placement is not None and self._groups is not None and self._job is not None
         is_pipeline = self._placement.pipeline_parallel_size > 1
         admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
@@ -253,7 +252,7 @@ class HolmesStrategy(PlanningStrategy):
         if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
             self._base_seed = self._saved_seed
         self._saved_seed = None
-        dtensor.check_axes([*module.named_parameters(), *module.named_buffers()], self._device_mesh)
+        dtensor.check_axes([*module.named_parameters(), *module.named_buffers()], self._job.device_mesh)
         place = self._placement.coordinate(0)
         agreement.broadcast_module(module, self.world_size, self._groups, place[:2])
         agreement.share_random_state(self._groups)
@@ -267,7 +266,9 @@ class HolmesStrategy(PlanningStrategy):
         traced = self._trace(samples)
         clusters = [cluster.name for cluster, _ in layout.topology.places()]
         notes = self._options.gradient_options.notes(self._placement, clusters) if fitting else []
-        self._check_given_plan(layout.topology, traced.structure, module)
+        self._options.check_given_plan(
+            layout.topology, world_size=self.world_size, structure=traced.structure, module=module
+        )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
         self._runtime_plan = self._decide(samples.get("training_step"), traced, predicts=predicts, notes=notes)
@@ -286,6 +287,7 @@ class HolmesStrategy(PlanningStrategy):
     def _make_optimizers(self, trainer: "pl.Trainer") -> None:
         """The user's optimizers over what this rank holds, and the gradients that they are given."""
         assert self._pipeline is not None and self._groups is not None and self._plan is not None
+        assert self._job is not None
         module = self.lightning_module
         assert module is not None
         self.setup_optimizers(trainer)
@@ -294,14 +296,16 @@ class HolmesStrategy(PlanningStrategy):
         separability = None
         wanted = sharding.wants_shards(self._options.sharding_options, self.data_parallel_size)
         if self.optimizers and (wanted or sharding.may_couple(self.optimizers[0], self._plan)):
-            separability = sharding.test_optimizer(self.optimizers[0], self.root_device, self._job.all_gather)
+            separability = sharding.test_optimizer(
+                self.optimizers[0], self.root_device, self._job.connection.all_gather
+            )
             sharding.refuse_coupling(separability, self._plan)
         if self._pipeline.structure is not None:
             self._summarise_whole_module(trainer)
         self._pipeline.install()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._parameter_groups = self._changes.enter_context(
-            ParameterGroups(self._pipeline, self.optimizers, group_names, callbacks, self._job.all_gather)
+            ParameterGroups(self._pipeline, self.optimizers, group_names, callbacks, self._job.connection.all_gather)
         )
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
@@ -322,12 +326,13 @@ class HolmesStrategy(PlanningStrategy):
     def _follow_trainer(self, trainer: "pl.Trainer") -> None:
         """What keeps metrics, signals, the module's own state and random numbers alike while the run lasts."""
         assert self._pipeline is not None and self._groups is not None and self.lightning_module is not None
+        assert self._job is not None
         module = self.lightning_module
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._state = ModuleState(self._pipeline, self._groups.p2p, self.root_device)
         self._state_each_batch = admission.hooks_that_read_state(module, trainer)
         if self.world_size > 1:
-            signals = BatchSignals(trainer, self._watch, self._explaining, self._noting_wait)
+            signals = BatchSignals(trainer, self._job.connection.watch, self._explaining, self._noting_wait)
             self._signals = self._changes.enter_context(signals)
             self._changes.enter_context(ReplicaMetrics(module, self._groups.data_parallel))
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
@@ -342,6 +347,7 @@ class HolmesStrategy(PlanningStrategy):
         if found is None:
             return
         assert self._gradients is not None and self._pipeline is not None and self._parameter_groups is not None
+        assert self._job is not None
         optimizer = self.optimizers[0]
         local = self._pipeline.local_parameters
         self._shards, choice = sharding.shard_optimizer(
@@ -353,7 +359,7 @@ class HolmesStrategy(PlanningStrategy):
             trainer,
             data_parallel_size=self.data_parallel_size,
             device=self.root_device,
-            gather=self._job.all_gather,
+            gather=self._job.connection.all_gather,
         )
         if self.is_global_zero:
             print(choice.describe(), flush=True)
@@ -430,7 +436,8 @@ class HolmesStrategy(PlanningStrategy):
         if self._shards is not None:
             self._shards.abandon()
         self._saved_weights = None
-        self._report(exception)
+        if self._connection is not None:
+            self._connection.report(exception, self._explaining)
 
     def teardown(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed; take back what was changed.
@@ -446,7 +453,8 @@ class HolmesStrategy(PlanningStrategy):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
         self._checkpoints.finish(failed=self._failed, alone=self.world_size == 1)
-        self._stop_watching()  # at last: where a link has just been cut it waits, and a checkpoint should not
+        if self._connection is not None:
+            self._connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
 
     def _end_pipeline(self) -> None:
         if self._pipeline is not None:

@@ -1,0 +1,196 @@
+"""Connection: this process among all processes of its job: WORLD, what it is joined by, and what broke where it breaks.
+
+    connection = Connection(environment, device, num_nodes=2, options=options)
+    connection.open()                            # every rank, when a run begins
+    with connection.explaining(): ...            # a lost connection becomes the failure that has caused it
+    connection.report(error); connection.close()
+
+The groups inside WORLD are job.py's; what waits for failures is comm/failure.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+from lightning_holmes.cluster.hardware import HostInventory, probe_host
+from lightning_holmes.cluster.inventory import numeric_address
+from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.comm.lost import describe_loss, is_lost
+from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
+from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
+from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
+from lightning_holmes.strategy.options import Options
+from lightning_holmes.torch_private import default_store
+
+
+class Connection:
+    """A process's place in WORLD.
+
+    Args:
+        environment: knows the ranks.
+        device: of this process.
+        num_nodes: hosts of the job, as given to the Trainer.
+
+    Attributes:
+        backend: of all groups of tensors.
+        inventory: of this host; None where all ranks are on one host, or :meth:`open` has not been called.
+        user: the settings of libraries that the user has made in the environment.
+        failed: this rank has failed since :meth:`open`, or been told so: others do not come to collectives any more.
+        watch: talks to the other ranks beside their collectives; None between runs and after a failure.
+    """
+
+    def __init__(
+        self, environment: ClusterEnvironment, device: torch.device, *, num_nodes: int, options: Options
+    ) -> None:
+        self.rank, self.world_size = environment.global_rank(), environment.world_size()
+        self.num_nodes = num_nodes
+        self.device = device
+        self.options = options
+        default = _get_default_process_group_backend_for_device(device) if self.world_size > 1 else "gloo"
+        self.backend = options.process_group_backend or default
+        self.inventory: HostInventory | None = None
+        self.user = UserSettings()
+        self.failed = False
+        self.watch: FailureWatch | None = None
+        self._environment = environment
+        self._has_groups = False
+
+    def open(self) -> None:
+        """Join WORLD where this process has not yet, and watch for failures. Every rank must call.
+
+        Raises:
+            ConfigurationError: the settings of this host do not allow it; the other ranks are told.
+        """
+        self.failed = False
+        if self.world_size == 1:
+            return
+        if self.backend == "gloo" and self.device.type == "cuda":
+            raise ConfigurationError(
+                'process_group_backend="gloo" cannot send tensors between CUDA devices; use "nccl" or leave it out'
+            )
+        self.user = UserSettings.read()
+        several_hosts = self.num_nodes > 1
+        if several_hosts:
+            self.inventory = probe_host(master_addr=numeric_address(self._environment.main_address))
+        host = socket.gethostname() if self.inventory is None else self.inventory.name
+        refusal = self._refusal_of_this_host(host)
+        is_first = not dist.is_initialized()
+        with without_interfaces() if refusal is not None else nullcontext():
+            connect_world(
+                self._environment,
+                self.backend,
+                interface=None if self.inventory is None else self.inventory.main_interface,
+                several_hosts=several_hosts,
+                user=self.user if refusal is None else UserSettings(),
+                timeout=self.options.timeout,
+            )
+        if several_hosts and is_first:
+            announce(default_store(), rank=self.rank, host=host)
+        if self.watch is None:
+            self.watch = FailureWatch(default_store(), self.rank, self.world_size)
+            if not self._has_groups:
+                self.watch.on_doubt = functools.partial(tell_blocked, rank=self.rank, world_size=self.world_size)
+        if refusal is not None:  # now that the others, which may have nothing to refuse, will be told
+            raise refusal
+
+    def _refusal_of_this_host(self, host: str) -> ConfigurationError | None:
+        """What is wrong with the settings of this host alone, as other hosts cannot know."""
+        try:
+            if self.inventory is not None and self.options.ports is not None:
+                check_port_range(self.options.ports)
+            self.user.check_interfaces(self.backend, host=host, interfaces=local_interfaces())
+        except ConfigurationError as refusal:
+            return refusal
+        return None
+
+    def settle(self) -> None:
+        """All groups are connected: whatever breaks from now on was reachable."""
+        self._has_groups = True
+        if self.watch is not None:
+            self.watch.on_doubt = None
+
+    def close(self) -> None:
+        """Watch no more; WORLD stays, for a later run."""
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
+
+    # plain values over WORLD
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each rank gives; all must call."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def broadcast(self, value: Any) -> Any:
+        """What rank 0 gives; all must call."""
+        if self.world_size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    # failures
+
+    @contextmanager
+    def explaining(self, where: Callable[[], str] | None = None) -> Generator[None, None, None]:
+        """Replace a broken connection by the failure of the rank that broke it, or name the group that is used inside.
+
+        Args:
+            where: names the group; None before there are groups.
+        """
+        try:
+            yield
+        except Exception as exception:
+            cause = exception if self.watch is None else self.watch.explain(exception)
+            if cause is not exception:
+                raise cause from None
+            if isinstance(exception, HolmesError) or not is_lost(exception):
+                raise
+            if where is None:
+                if not self.failed:
+                    self._explain_blocked(exception)
+                raise
+            raise ConnectionLostError(describe_loss(f"on rank {self.rank} in {where()}", exception)) from exception
+
+    def _explain_blocked(self, exception: Exception) -> None:
+        """Raise what is known of connections that cannot be made, where WORLD has failed before there are other groups."""
+        if self.watch is None or self.num_nodes == 1:
+            return
+        self.watch.doubt()
+        blocked = gather_blocked(default_store(), world_size=self.world_size)
+        if blocked:
+            raise UnreachableError(
+                f"the group of all ranks cannot be connected: {'; '.join(blocked[:8])}. The library says: "
+                f"{str(exception).splitlines()[0]}. If a firewall lies between them, open the ports and give port_range"
+            ) from exception
+
+    def report(self, exception: BaseException, explaining: Callable[[], AbstractContextManager[None]]) -> None:
+        """Tell the other ranks that this one has failed, and why, as ``explaining`` says it."""
+        self.failed = True
+        if isinstance(exception, Exception) and not isinstance(exception, HolmesError):
+            try:
+                with explaining():  # what broke in Lightning's own collectives, or a hook's
+                    raise exception
+            except HolmesError as explained:
+                print(f"[rank {self.rank}] {type(explained).__name__}: {explained}", file=sys.stderr, flush=True)
+                exception = explained
+            except Exception:
+                pass
+        if self.watch is not None:
+            self.watch.report(exception)
+            self.watch = None

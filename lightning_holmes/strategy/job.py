@@ -1,0 +1,72 @@
+"""Job: what this process and the others stand on before any module is looked at: clusters, placement and groups.
+
+    job = Job(connection, options)               # every rank must call, once; later runs use it again
+    job.placement.data_parallel_size, job.groups.pipeline
+    with job.explaining(job.groups.data_parallel): ...
+
+How it is laid out is job_layout.py's, who is joined by what connection.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_holmes.comm.mesh import release
+from lightning_holmes.strategy import agreement
+from lightning_holmes.strategy.connection import Connection
+from lightning_holmes.strategy.job_layout import build_device_mesh, find_topology, lay_out_job
+from lightning_holmes.strategy.options import Options
+
+
+class Job:
+    """The job that this process is part of. Its groups end with it, not with a run: metrics and checkpoints use them after.
+
+    Attributes:
+        layout: topology, placement, transports and groups.
+        device_mesh: the ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; None for one process.
+
+    Raises:
+        ConfigurationError: the options do not fit the clusters, or ranks were given different ones.
+    """
+
+    def __init__(self, connection: Connection, options: Options) -> None:
+        self.connection = connection
+        asked = options.plan_options
+        # groups are laid out without speeds; what is chosen by predicted cost needs them
+        measures_links = asked.leaves_open and asked.pipeline_parallel_size != 1
+        topology = find_topology(options.topology, connection, measures_links=measures_links)
+        options.check_given_plan(topology, world_size=connection.world_size)
+        chosen = {"topology": topology.to_yaml(), "process_group_backend": connection.backend}
+        # compared before groups are built, which differing ones would make hang
+        facts = {f"HolmesStrategy({name}=)": repr(value) for name, value in (options.arguments() | chosen).items()}
+        self.layout = lay_out_job(
+            topology,
+            asked,
+            connection,
+            facts=agreement.version_facts() | facts,
+            sent_dtype=options.sent_dtype,
+        )
+        connection.settle()
+        weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
+        self.device_mesh: DeviceMesh | None = None
+        if connection.world_size > 1:
+            self.device_mesh = build_device_mesh(self.layout, connection.device.type)
+        self.topology, self.placement, self.groups = topology, self.layout.placement, self.layout.groups
+
+    @property
+    def place_of_rank_0(self) -> tuple[int, int, int]:
+        """Pipeline rank, data-parallel rank and tensor rank of global rank 0, which reads and writes for all.
+
+        With nodes numbered at random it can stand anywhere.
+        """
+        return self.placement.coordinate(0)
+
+    def explaining(self, group: Any = None) -> AbstractContextManager[None]:
+        """Replace a broken connection by its cause, or name ``group`` (None: all ranks), which is the one used inside where
+        nothing has named another."""
+        return self.connection.explaining(functools.partial(self.groups.builder.describe, group))
