@@ -133,7 +133,7 @@ def test_two_processes(baseline: Baseline) -> None:
     Baseline(**by_value).is_met_by([found[1] for found in ranks])
     Baseline(HolmesStrategy(), dropout=0.1).is_met_by([found[2] for found in ranks])
     for *_, refusal, nothing in ranks:
-        assert "no parameter of Words is shared out" in nothing
+        assert "no parameter of Words is sharded" in nothing
         assert "the gradients of blocks.1.norm.bias (and 1 more parameters) differ between the ranks" in refusal
         assert "SequenceParallel()" in refusal
 
