@@ -38,7 +38,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
-from lightning_holmes.checkpoint import lightning_hooks, load_whole_state, read_state_dict
+from lightning_holmes.checkpoint import load_whole_state, read_state_dict
+from lightning_holmes.checkpoint.finding import folder_refusal, is_folder
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
@@ -252,7 +253,6 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` default to the process's."""
     given = list(args) if args is not None else sys.argv[1:]
     set_parsing_settings(add_print_completion_argument=True)
-    lightning_hooks.install()  # for runs by other strategies that are given one of our folders
     try:
         if given and given[0] in COMMANDS:
             run_command(given[0], given[1:])
@@ -286,8 +286,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def find_users_error(error: BaseException | None) -> BaseException | None:
     """The error of ours, or of Lightning in what its Trainer was given, that this one is or was raised from: jsonargparse
-    wraps what a constructor raises."""
+    wraps what a constructor raises. Of other strategies, that they were given one of our checkpoint folders."""
     while error is not None and not isinstance(error, HolmesError | MisconfigurationException):
+        if isinstance(error, IsADirectoryError) and is_folder(error.filename):
+            return folder_refusal(error.filename)
         error = error.__cause__
     return error
 

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = "lightning_holmes"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
-BASE = {"errors", "version", "torch_private"}
+BASE = {"errors", "version", "torch_private", "lightning_private"}
 COMM = BASE | {"cluster", "plan", "comm"}
 BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "torch_private": set(),
+    "lightning_private": set(),
     "cluster": {"errors"},
     "plan": {"errors", "cluster"},
     "comm": BASE | {"cluster", "plan"},

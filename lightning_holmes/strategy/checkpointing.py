@@ -4,7 +4,7 @@ A base of HolmesStrategy; what is done with states and files is lightning_holmes
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
-from lightning_holmes.checkpoint import lightning_hooks, resume
+from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -45,7 +45,6 @@ class CheckpointingStrategy(JoiningStrategy):
         )
         self._saved_weights: tuple[Mapping[str, Any], bool] | None = None
         self._saved_seed: int | None = None
-        lightning_hooks.install()
 
     @property
     def _membership(self) -> checkpoints.Job:
@@ -63,23 +62,6 @@ class CheckpointingStrategy(JoiningStrategy):
     @property
     def _writes_folders(self) -> bool:
         return self._checkpoints.writes_folders(self._membership, self.checkpoint_io)
-
-    def agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
-        """What ``find()`` returns on rank 0, or raises there, on every rank; before the run is set up."""
-        self.setup_environment()
-        if self.world_size == 1:
-            return find()
-        path, error = None, None
-        if self.is_global_zero:
-            try:
-                path = find()
-            except Exception as exception:
-                error = exception
-        with self._explaining():
-            path, error = self.broadcast((path, error))
-        if error is not None:
-            raise error
-        return path
 
     # what a checkpoint holds
 
@@ -210,7 +192,7 @@ class CheckpointingStrategy(JoiningStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's checkpoint, of either format and any layout; all ranks must call."""
-        if not self._is_ours(checkpoint_path) and not lightning_hooks.is_folder(checkpoint_path):
+        if not self._is_ours(checkpoint_path) and not finding.is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         with self._explaining():
             loaded = self._checkpoints.load(self._membership, checkpoint_path, weights_only=weights_only)

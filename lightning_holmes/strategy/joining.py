@@ -4,11 +4,11 @@ A base of HolmesStrategy; what it holds is connection.py's and job.py's.
 """
 
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities import rank_zero_only
@@ -25,6 +25,7 @@ from lightning_holmes.strategy import collectives
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.options import Options
 
 
@@ -102,8 +103,26 @@ class JoiningStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = HolmesLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._agree_on_checkpoint
+        )
+
+    def _agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
+        """What ``find()`` returns on rank 0, or raises there, on every rank; before the run is set up."""
+        self.setup_environment()
+        if self.world_size == 1:
+            return find()
+        path, error = None, None
+        if self.is_global_zero:
+            try:
+                path = find()
+            except Exception as exception:
+                error = exception
+        with self._explaining():
+            path, error = self.broadcast((path, error))
+        if error is not None:
+            raise error
+        return path
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's rank, as Lightning's strategies do."""

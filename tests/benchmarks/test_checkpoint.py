@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import CheckpointManager, Job
-from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
+from lightning_holmes.checkpoint.finding import whole_checkpoints
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
 

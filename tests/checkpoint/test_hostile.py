@@ -18,8 +18,8 @@ from torch import nn
 from lightning_holmes.checkpoint import CheckpointManager, Job, load_module_state
 from lightning_holmes.checkpoint.converting import open_source, write_file
 from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.checkpoint.folder import FolderStateDict
-from lightning_holmes.checkpoint.lightning_hooks import whole_checkpoints
 from lightning_holmes.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave

@@ -1,0 +1,57 @@
+"""Which checkpoints of a folder are whole.
+
+Lightning's ``ckpt_path="last"`` takes the youngest file called last, whole or not; here the torn are passed over with a
+warning.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, missing_files
+from lightning_holmes.checkpoint.restricted import is_cut_off
+from lightning_holmes.errors import CheckpointFolderError
+
+
+def is_folder(path: Any) -> bool:
+    """Whether ``path`` is a checkpoint folder of ours, whole or torn."""
+    return os.path.isdir(path) and any((Path(path) / name).exists() for name in (MANIFEST, METADATA))
+
+
+def folder_refusal(path: str) -> CheckpointFolderError:
+    """What to say where a folder of ours was given to something that reads a file."""
+    return CheckpointFolderError(
+        f"{path} is a checkpoint folder of lightning_holmes, which holds one part for each rank. Make one ordinary file "
+        f"of it: lightning-holmes convert {path} {path.rstrip('/').removesuffix('.ckpt')}-plain.ckpt"
+    )
+
+
+def problems(path: Path) -> list[str]:
+    """What keeps ``path`` from being a whole checkpoint, in words. Says nothing about flipped bits: reading does."""
+    if path.is_dir():
+        return missing_files(path)
+    return [f"{path} is cut off"] if is_cut_off(path) else []
+
+
+def whole_checkpoints(paths: set[str], folder: Path) -> set[str]:
+    """Those of ``paths`` that are whole; if none is, the youngest whole checkpoint of the folder."""
+    found = set()
+    for path in sorted(paths):
+        wrong = problems(Path(path))
+        if wrong:
+            warnings.warn(f"the checkpoint {path} is torn and is passed over: {wrong[0]}")
+        else:
+            found.add(path)
+    if found or not folder.is_dir():
+        return found
+    names = [p for p in folder.iterdir() if p.suffix == ".ckpt" and str(p) not in paths]
+    names += [p for p in folder.glob(f"{atomic.PREVIOUS}-*") if p.is_dir()]  # killed between two renames
+    for other in sorted((p for p in names if p.exists()), key=lambda p: p.stat().st_mtime, reverse=True):
+        if not problems(other):
+            if paths or other.name.startswith(atomic.PREVIOUS):
+                warnings.warn(f"resuming from {other}, the youngest whole checkpoint of {folder}")
+                return {str(other)}
+            break
+    return set()

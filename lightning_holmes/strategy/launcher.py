@@ -1,0 +1,85 @@
+"""HolmesLauncher: what lies around each call of a Trainer, before it asks the strategy for anything else.
+
+Lightning looks for ``ckpt_path="last"`` before any hook of the strategy, each rank in its own file system, and takes the
+youngest file, whole or not. While a call lasts, torn checkpoints are passed over, and all ranks take what rank 0 finds.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_holmes.checkpoint.finding import whole_checkpoints
+from lightning_holmes.lightning_private import (
+    FIND_CHECKPOINT,
+    FIND_LAST_CHECKPOINTS,
+    SubprocessLauncher,
+    checkpoint_connector,
+    checkpoint_folder,
+)
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+
+class HolmesLauncher(SubprocessLauncher):
+    """Starts the other processes of this host where nobody else does, and calls what the Trainer runs.
+
+    Args:
+        agree: what its argument returns on rank 0, or raises there, on every rank; all ranks call.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        agree: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._agree = agree
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether this may run in a notebook: where it starts no script again."""
+        return self.cluster_environment.creates_processes_externally
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
+        with Replacements() as changes:
+            if trainer is not None:
+                self._find_whole(trainer, changes)
+            if self.cluster_environment.creates_processes_externally:
+                return function(*args, **kwargs)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _find_whole(self, trainer: "pl.Trainer", changes: Replacements) -> None:
+        connector = checkpoint_connector(trainer)
+        find = getattr(connector, FIND_CHECKPOINT)
+
+        @functools.wraps(find)
+        def find_everywhere(state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+            if ckpt_path in ("last", "hpc") or (ckpt_path is None and SLURMEnvironment.detect()):
+                return self._agree(lambda: find(state_fn, ckpt_path, *args, **kwargs))
+            return find(state_fn, ckpt_path, *args, **kwargs)
+
+        changes.replace(connector, **{FIND_CHECKPOINT: find_everywhere})
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                changes.replace(callback, **{FIND_LAST_CHECKPOINTS: _finding_whole(callback)})
+
+
+def _finding_whole(callback: ModelCheckpoint) -> Callable[["pl.Trainer"], set[str]]:
+    find_last = getattr(callback, FIND_LAST_CHECKPOINTS)
+
+    @functools.wraps(find_last)
+    def find_whole(trainer: "pl.Trainer") -> set[str]:
+        paths: set[str] = find_last(trainer)
+        folder = checkpoint_folder(callback, trainer)
+        return paths if "://" in folder else whole_checkpoints(paths, Path(folder))
+
+    return find_whole

@@ -1,0 +1,181 @@
+"""Runs that make the strategy change as much of Lightning's and the user's objects as it ever does, and what is left."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities import grad_norm
+from strategy_cases import Classifier, Setting, build, samples
+
+from lightning_holmes.errors import UnsupportedModuleError
+
+LIBRARIES = ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "torchmetrics", "torch.nn", "torch.optim")
+
+
+class Measured(Classifier):
+    """Logs norms of gradients and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 8)
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy.update(loss.detach())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class UnfreezeHead(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.head)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.head, optimizer)
+
+
+class Raises(Callback):
+    """Raises in the second batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ZeroDivisionError("as asked for")
+
+
+class FailsInSetup(Measured):
+    def configure_optimizers(self) -> Any:
+        raise ZeroDivisionError("as asked for")
+
+
+def fit(trainer: pl.Trainer, module: Any, loader: Any) -> None:
+    trainer.fit(module, loader, loader)
+
+
+def validate(trainer: pl.Trainer, module: Any, loader: Any) -> None:
+    trainer.validate(module, loader, verbose=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run, and the error that it ends with."""
+
+    callbacks: Sequence[Callable[[], Callback]] = ()
+    module: type[Measured] = Measured
+    run: Callable[..., None] = fit
+    error: type[Exception] | None = None
+    holmes: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "validate": Case(run=validate),
+    "fit": Case(callbacks=[UnfreezeHead, WeightAveraging, ModelSummary], holmes={"monitor": True}),
+    "swa": Case(callbacks=[lambda: StochasticWeightAveraging(0.1, swa_epoch_start=1)]),
+    "hook": Case(callbacks=[UnfreezeHead, Raises], error=ZeroDivisionError),
+    "setup": Case(callbacks=[UnfreezeHead], module=FailsInSetup, error=ZeroDivisionError),
+    "late_setup": Case(
+        callbacks=[UnfreezeHead],
+        error=UnsupportedModuleError,  # once parameter groups and clipping have been taken over
+        holmes={"master_weights": True},
+        trainer={"precision": "bf16-true"},
+    ),
+}
+
+
+def libraries() -> dict[str, Any]:
+    """What stands at every name of the libraries' modules and of the classes that they define."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(LIBRARIES):
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found.update({f"{name}.{key}.{inner}": part for inner, part in vars(value).items()})
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names at which another object stands now; numbers that Lightning itself counts are no patches."""
+    return [
+        key
+        for key, value in before.items()
+        if after.get(key) is not value and not isinstance(value, bool | int | float | str)
+    ]
+
+
+def parts(trainer: pl.Trainer, module: pl.LightningModule, loader: Any) -> dict[str, Any]:
+    """The objects of the user and of Lightning that a run goes through."""
+    named: dict[str, Any] = {f"module {name}": part for name, part in module.named_modules()}
+    named |= {f"callback {type(c).__name__}": c for c in trainer.callbacks}  # type: ignore[attr-defined]
+    named |= {f"logger {type(logger).__name__}": logger for logger in trainer.loggers}
+    named |= {"loader": loader, "plugin": trainer.precision_plugin, "epoch loop": trainer.fit_loop.epoch_loop}
+    return named | {"signals": trainer._signal_connector, "checkpoints": trainer._checkpoint_connector}
+
+
+def own(named: dict[str, Any]) -> dict[str, Any]:
+    """The functions that objects have of their own, and how many hooks their modules and parameters have."""
+    found: dict[str, Any] = {}
+    for name, part in named.items():
+        for key, value in vars(part).items():
+            if key in ("log", "log_dict"):
+                continue  # Lightning's own, on callbacks
+            if callable(value) and not isinstance(value, torch.nn.Module | pl.Trainer):
+                found[f"{name}.{key}"] = value
+            elif key.endswith("_hooks") and isinstance(value, dict):
+                found[f"{name}.{key}"] = str(len(value))
+            elif "holmes" in key:
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def leftovers(payload: dict[str, Any]) -> list[str]:
+    """What a case has changed and not taken back."""
+    case = CASES[payload["case"]]
+    plain = Setting(folder=Path(payload["folder"]))
+    plain.trainer(max_epochs=1, callbacks=[WeightAveraging()]).fit(build(Measured), plain.loader(samples(16), 8))
+    before = libraries()
+    setting = Setting(folder=Path(payload["folder"]), holmes={**payload["holmes"], **case.holmes})
+    trainer = setting.trainer(
+        max_epochs=2,
+        callbacks=[make() for make in case.callbacks] + [ModelCheckpoint(dirpath=payload["folder"])],
+        enable_checkpointing=True,
+        gradient_clip_val=1.0,
+        **case.trainer,
+    )
+    module, loader = build(case.module), setting.loader(samples(32), 8)
+    pl.seed_everything(7, workers=True, verbose=False)
+    named, listed = parts(trainer, module, loader), list(trainer.callbacks)  # type: ignore[attr-defined]
+    functions, metric = own(named), dict(vars(module.accuracy))
+    with nullcontext() if case.error is None else pytest.raises(case.error):
+        case.run(trainer, module, loader)
+    found = differences(before, libraries())
+    left = own(named)
+    found += [key for key in functions.keys() | left.keys() if functions.get(key) != left.get(key)]
+    found += [
+        f"metric {k}" for k in ("process_group", "distributed_available_fn") if vars(module.accuracy)[k] != metric[k]
+    ]
+    if trainer.callbacks != listed:  # type: ignore[attr-defined]
+        found.append(f"callbacks {trainer.callbacks}")  # type: ignore[attr-defined]
+    if loader.worker_init_fn is not None:
+        found.append("worker_init_fn")
+    return found
