@@ -8,7 +8,7 @@ Importing this package registers the strategy::
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_holmes.checking.report import CheckReport
+from lightning_holmes.checking.check_report import CheckReport
 from lightning_holmes.checking.simulated_pipeline import check
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError, UnsupportedModuleError

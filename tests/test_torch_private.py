@@ -145,7 +145,7 @@ def test_gloo_has_no_ibverbs() -> None:
 
 
 def test_gloos_default_device_does_not_read_the_interface_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is why the user's interfaces are given to it by name (comm/transport.py)."""
+    """Which is why the user's interfaces are given to it by name (comm/group_transports.py)."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     assert torch_private.gloo_device(None) is not None
 

@@ -1,7 +1,6 @@
 """Callbacks for any strategy: throughput, a summary of the run, samples of text, and the timeline of a step."""
 
-from lightning_holmes.callbacks.timeline import TimelineMonitor
-from lightning_holmes.callbacks.training import (
+from lightning_holmes.callbacks.run_report import (
     ModuleStateSync,
     RunSummary,
     SampleText,
@@ -10,6 +9,7 @@ from lightning_holmes.callbacks.training import (
     data_parallel_size,
     logger_folder,
 )
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 
 __all__ = [
     "ModuleStateSync",

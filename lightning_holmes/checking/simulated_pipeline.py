@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_holmes.checking.report import CheckReport, Outcome, compare
+from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline import tree

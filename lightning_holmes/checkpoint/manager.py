@@ -12,7 +12,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -116,7 +116,7 @@ class CheckpointManager:
         systems = self._systems(job, target.parent)
         save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
-            save = FolderSave(**{**_fields(save), "values": self._staging.copy(save.values)})
+            save = replace(save, values=self._staging.copy(save.values))
         meeting = self._last = Meeting(_client(job), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
 
@@ -307,7 +307,3 @@ def _client(job: Job) -> Any:
         return None
     store = default_store()
     return store.clone() if hasattr(store, "clone") else store
-
-
-def _fields(save: FolderSave) -> Mapping[str, Any]:
-    return {name: getattr(save, name) for name in FolderSave.__dataclass_fields__}

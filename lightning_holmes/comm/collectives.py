@@ -3,7 +3,7 @@
 A bucket of gradients is summed in place by ``collective.sum(tensor)``. Or in two halves: after ``scatter`` the rank at
 place r has the sum in the r-th part of the tensor, and ``gather`` brings every part to all. Which collective is the
 fastest depends on the backend: gloo's reduce_scatter sends as much as its all_reduce does (torch 2.13 makes it of one),
-NCCL's half of it. That is why they are measured (choice.py).
+NCCL's half of it. That is why they are measured (collective_timing.py).
 
     candidates = make_collectives(groups)                       # by name
     candidates["hierarchical"].sum(bucket.buffer)               # every rank of the group must call

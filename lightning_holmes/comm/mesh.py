@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_holmes.comm.collectives import SyncGroups
 from lightning_holmes.comm.gloo import GLOO, GlooDevices
+from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.p2p import DistributedP2P
-from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
 from lightning_holmes.plan.stage_ranks import ranks_of_stages

@@ -1,6 +1,6 @@
 """UserSettings: what the user has set for NCCL and gloo by their own variables, and how those are read.
 
-Owns the variables' syntax and who set them; what follows for a group is transport.py's business.
+Owns the variables' syntax and who set them; what follows for a group is group_transports.py's business.
 
     user = UserSettings.read()
     user.get("NCCL_NET")                            # "Socket", or None

@@ -7,7 +7,10 @@ from importlib import import_module
 
 # name: (module, what it does in one line)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "topology": ("lightning_holmes.commands.topology", "this host's network cards, or a job's clusters and links"),
+    "topology": (
+        "lightning_holmes.commands.topology_command",
+        "this host's network cards, or a job's clusters and links",
+    ),
     "convert": ("lightning_holmes.commands.convert", "a checkpoint as a folder, a plain file or safetensors"),
     "tokenize": ("lightning_holmes.commands.tokenize", "text as the token files that TokenFile reads"),
     "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),

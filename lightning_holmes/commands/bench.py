@@ -28,14 +28,14 @@ from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.commands.bench_predict import run_partitions, run_predictions
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Contender, Job
-from lightning_holmes.commands.benchmark.report import (
+from lightning_holmes.commands.benchmark.bench_report import (
     Report,
     Result,
     load_figure_class,
     mean_by_kind,
     show_seconds,
 )
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob, Contender
 from lightning_holmes.commands.benchmark.worker import TIMELINE
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.commands.testbed import parse_rate, show_rate
@@ -87,7 +87,7 @@ def main(args: list[str]) -> None:
         warmup_steps=options.warmup,
         steps=options.steps,
     )
-    job = Job(topology=topology, processes_per_host=options.processes, workload=workload)
+    job = BenchmarkJob(topology=topology, processes_per_host=options.processes, workload=workload)
     if workload.batch_size % job.world_size:
         raise ConfigurationError(
             f"--batch-size {workload.batch_size} does not divide among {job.world_size} processes; give a multiple"
@@ -175,7 +175,7 @@ def make_topology(
 
 
 def run_benchmark(
-    job: Job,
+    job: BenchmarkJob,
     contenders: Sequence[Contender],
     *,
     cpu_share: float,
@@ -211,7 +211,13 @@ def run_benchmark(
 
 
 def run_contender(
-    bed: Testbed, contender: Contender, job: Job, *, timeout_s: float, verbose: bool, timelines: Path | None = None
+    bed: Testbed,
+    contender: Contender,
+    job: BenchmarkJob,
+    *,
+    timeout_s: float,
+    verbose: bool,
+    timelines: Path | None = None,
 ) -> Result:
     """One run of one contender."""
     if (why_not := contender.why_not(job)) is not None:
@@ -292,7 +298,7 @@ def join(results: Sequence[Result]) -> Result:
     )
 
 
-def _set_ethernet(bed: Testbed, job: Job, *, fast: bool) -> None:
+def _set_ethernet(bed: Testbed, job: BenchmarkJob, *, fast: bool) -> None:
     for cluster in job.topology.clusters:
         for host in cluster.hosts:
             rate = host.nics[0 if fast else 1].bandwidth_bytes_per_s

@@ -22,6 +22,7 @@ from typing import Any
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.benchmark.bench_report import show_seconds
 from lightning_holmes.commands.benchmark.prediction import (
     PARTITION_BED,
     PREDICTION_BEDS,
@@ -29,7 +30,6 @@ from lightning_holmes.commands.benchmark.prediction import (
     PredictionBed,
 )
 from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
-from lightning_holmes.commands.benchmark.report import show_seconds
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.commands.testbed import parse_rate
 from lightning_holmes.errors import ConfigurationError

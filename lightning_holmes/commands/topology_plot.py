@@ -97,28 +97,10 @@ def _box(axes: Any, x: float, y: float, width: float, height: float, *, face: st
 
 
 def _write(
-    axes: Any,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    color: str = "black",
-    size: float = 9,
-    weight: str = "normal",
-    vertical: str = "center",
+    axes: Any, x: float, y: float, text: str, *, size: float = 9, vertical: str = "center", **options: Any
 ) -> None:
     # $ would start a formula
-    axes.text(
-        x,
-        y,
-        text.replace("$", r"\$"),
-        ha="center",
-        va=vertical,
-        color=color,
-        fontsize=size,
-        fontweight=weight,
-        zorder=3,
-    )
+    axes.text(x, y, text.replace("$", r"\$"), ha="center", va=vertical, fontsize=size, zorder=3, **options)
 
 
 def _import_figure() -> Any:

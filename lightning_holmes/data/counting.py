@@ -15,8 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
+
+from lightning_holmes.errors import ConfigurationError
 
 SAMPLES_SEEN = "samples_seen"
 
@@ -88,3 +91,69 @@ class CountingLoader(DataLoader[Any]):
             epoch, seen = epoch + 1, 0
         sampler.set_epoch(epoch)  # workers begin to load before Lightning sets it
         sampler.seen_of_epoch = (epoch, seen)
+
+
+class CountedDataModule(LightningDataModule):
+    """A data module whose training loader counts samples: a checkpoint in mid-epoch is resumed there.
+
+    Training samples are shuffled by ``seed`` and the epoch, and assigned to the replicas.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int,
+        least_length: int,
+        batch_size: int,
+        val_fraction: float,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("sequence_length", sequence_length, least_length),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{name}={value} is too small: give {least} or more.")
+        if not 0.0 <= val_fraction < 1.0:
+            raise ConfigurationError(
+                f"val_fraction={val_fraction} is no fraction of the data: give at least 0 (no validation) and less than 1."
+            )
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.num_workers = num_workers
+        self.seed = seed
+        self._loader: CountingLoader | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def make_train_loader(self, samples: Any, **options: Any) -> CountingLoader:
+        """The loader of this replica's part of ``samples``, from where a resumed run was."""
+        sharing = {"num_replicas": 1, "rank": 0}
+        if self.trainer is not None:
+            sharing = self.trainer.distributed_sampler_kwargs or sharing
+        sampler = CountingSampler(len(samples), batch_size=self.batch_size, seed=self.seed, **sharing)
+        self._loader = CountingLoader(samples, sampler=sampler, drop_last=True, **self.loader_options(), **options)
+        if self._resumed is not None:
+            self._loader.load_state_dict(self._resumed)
+            self._resumed = None
+        return self._loader
+
+    def loader_options(self) -> dict[str, Any]:
+        """What all loaders are made with."""
+        workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return {"batch_size": self.batch_size, **workers}
+
+    def predict_dataloader(self) -> Any:
+        return self.test_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loader is. Lightning has the loader's own state too, but restores it only into loaders
+        that are made after the checkpoint was read: not if ``estimated_stepping_batches`` was asked for."""
+        return {} if self._loader is None else dict(self._loader.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Where the next training loader begins."""
+        self._resumed = state

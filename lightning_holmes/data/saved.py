@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_holmes.data.counting import CountingLoader, CountingSampler
+from lightning_holmes.data.counting import CountedDataModule
 from lightning_holmes.data.tokenizing import FolderTokenizer
 from lightning_holmes.errors import ConfigurationError
 
@@ -29,7 +28,7 @@ _IGNORED = -100
 _VALIDATION = ("validation", "valid", "val", "test")
 
 
-class SavedDataset(LightningDataModule):
+class SavedDataset(CountedDataModule):
     """The samples of a folder that `datasets`' `save_to_disk` wrote, shuffled by `seed` and the epoch.
 
     The folder holds one data set, of which `val_fraction`, drawn by `seed`, are kept for validation; or several, of
@@ -52,31 +51,22 @@ class SavedDataset(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        for name, value, least in (
-            ("sequence_length", sequence_length, 2),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise ConfigurationError(f"{name}={value} is too small: give {least} or more.")
-        if not 0.0 <= val_fraction < 1.0:
-            raise ConfigurationError(f"val_fraction={val_fraction}: give at least 0 (no validation) and less than 1.")
+        super().__init__(
+            sequence_length=sequence_length,
+            least_length=2,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            num_workers=num_workers,
+            seed=seed,
+        )
         self.path = path
         self.column = column or ("input_ids" if tokenizer is None else "text")
         self.tokenizer = tokenizer
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.val_fraction = val_fraction
         self.pad_token_id = pad_token_id
-        self.num_workers = num_workers
-        self.seed = seed
         self._train: Any = None
         self._val: Any = None
         self._test: Any = None
         self._collator: Collator | None = None
-        self._loader: CountingLoader | None = None
-        self._resumed: dict[str, Any] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         if self._train is not None:
@@ -112,47 +102,19 @@ class SavedDataset(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self._train is not None, "setup() comes first"
-        sharing = {"num_replicas": 1, "rank": 0}
-        if self.trainer is not None:
-            sharing = self.trainer.distributed_sampler_kwargs or sharing
-        sampler = CountingSampler(len(self._train), batch_size=self.batch_size, seed=self.seed, **sharing)
-        loader = CountingLoader(self._train, sampler=sampler, drop_last=True, **self._options())
-        if self._resumed is not None:
-            loader.load_state_dict(self._resumed)
-            self._resumed = None
-        self._loader = loader
-        return loader
+        return self.make_train_loader(self._train, collate_fn=self._collator)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         if self._val is None or len(self._val) == 0:
             return []  # Lightning's way to say: no validation
-        return DataLoader(self._val, **self._options())
+        return DataLoader(self._val, collate_fn=self._collator, **self.loader_options())
 
     def test_dataloader(self) -> DataLoader[Any]:
         if self._test is None or len(self._test) == 0:
             raise ConfigurationError(
                 f"path={self.path!r} has no samples to test or predict on: give it a split 'test', or a larger val_fraction."
             )
-        return DataLoader(self._test, **self._options())
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self.test_dataloader()
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.batch_size,
-            "collate_fn": self._collator,
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the training loader is; see WindowDataModule."""
-        return {} if self._loader is None else dict(self._loader.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Where the next training loader begins."""
-        self._resumed = state
+        return DataLoader(self._test, collate_fn=self._collator, **self.loader_options())
 
 
 class Collator:

@@ -14,11 +14,10 @@ from abc import abstractmethod
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_holmes.data.counting import CountingLoader, CountingSampler
+from lightning_holmes.data.counting import CountedDataModule
 from lightning_holmes.errors import ConfigurationError
 
 
@@ -52,7 +51,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]} if self.shift_labels else {"input_ids": tokens[:-1]}
 
 
-class WindowDataModule(LightningDataModule):
+class WindowDataModule(CountedDataModule):
     """Training and validation windows of one token source.
 
     The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
@@ -71,27 +70,15 @@ class WindowDataModule(LightningDataModule):
         seed: int,
         shift_labels: bool,
     ) -> None:
-        super().__init__()
-        for name, value, least in (
-            ("sequence_length", sequence_length, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise ConfigurationError(f"{name}={value} is too small: give {least} or more.")
-        if not 0.0 <= val_fraction < 1.0:
-            raise ConfigurationError(
-                f"val_fraction={val_fraction} is not a fraction of the windows: give at least 0 "
-                "(no validation) and less than 1."
-            )
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.val_fraction = val_fraction
-        self.num_workers = num_workers
-        self.seed = seed
+        super().__init__(
+            sequence_length=sequence_length,
+            least_length=1,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            num_workers=num_workers,
+            seed=seed,
+        )
         self.shift_labels = shift_labels
-        self._loader: CountingLoader | None = None
-        self._resumed: dict[str, Any] | None = None
         self.train_windows: TokenWindows | None = None
         self.val_windows: TokenWindows | None = None
 
@@ -135,43 +122,13 @@ class WindowDataModule(LightningDataModule):
                 f"batch_size={self.batch_size} is more than the {len(self.train_windows)} training windows "
                 f"of {self.describe_source()}: give a smaller batch_size or more data."
             )
-        sharing = {"num_replicas": 1, "rank": 0}
-        if self.trainer is not None:
-            sharing = self.trainer.distributed_sampler_kwargs or sharing
-        sampler = CountingSampler(len(self.train_windows), batch_size=self.batch_size, seed=self.seed, **sharing)
-        loader = CountingLoader(
-            self.train_windows,
-            sampler=sampler,
-            batch_size=self.batch_size,
-            drop_last=True,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
-        if self._resumed is not None:
-            loader.load_state_dict(self._resumed)
-            self._resumed = None
-        self._loader = loader
-        return loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the training loader is. Lightning has the loader's own state too, but restores it only into loaders
-        that are made after the checkpoint was read: not if ``estimated_stepping_batches`` was asked for."""
-        return {} if self._loader is None else dict(self._loader.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Where the next training loader begins."""
-        self._resumed = state
+        return self.make_train_loader(self.train_windows)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[DataLoader[dict[str, Tensor]]]:
         assert self.val_windows is not None, "setup() comes first"
         if len(self.val_windows) == 0:
             return []  # Lightning's way to say: no validation
-        return DataLoader(
-            self.val_windows,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+        return DataLoader(self.val_windows, **self.loader_options())
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         loader = self.val_dataloader()
@@ -180,9 +137,6 @@ class WindowDataModule(LightningDataModule):
                 f"val_fraction={self.val_fraction} keeps nothing of {self.describe_source()} to test or predict on: give more."
             )
         return loader
-
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self.test_dataloader()
 
 
 def check_labels(module: Any, *, shifted: bool) -> None:

@@ -16,17 +16,13 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.models.optimizer import build_adamw
-
-IGNORE_INDEX = -100
+from lightning_holmes.models.causal_lm import CausalLM
 
 
 class RotaryEmbedding(nn.Module):
@@ -109,7 +105,7 @@ class Block(nn.Module):
         return x_BSD
 
 
-class GPT(LightningModule):
+class GPT(CausalLM):
     """A decoder-only transformer over tokens (by default bytes).
 
     `learning_rate` rises linearly over `warmup_steps`, then falls along a cosine to `min_learning_rate_ratio`
@@ -254,52 +250,12 @@ class GPT(LightningModule):
         logits_BSV: Tensor = self.head(self.norm(hidden_BSD))
         return logits_BSV
 
-    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many labels the mean of this microbatch's loss runs over."""
-        return (batch["labels"] != IGNORE_INDEX).sum()
-
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross entropy over the labels that count; 0 where none does."""
-        logits_BSV = self(batch["input_ids"])
-        total = F.cross_entropy(
-            logits_BSV.flatten(0, 1).float(),
-            batch["labels"].flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
-        return total / self.microbatch_weight(batch).clamp(min=1)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.compute_loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_evaluation("val_loss", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_evaluation("test_loss", batch)
-
-    def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
-        loss = self.compute_loss(batch)
-        # Weighted by labels, so that the epoch's mean is the mean over all its labels.
-        num_labels = int(self.microbatch_weight(batch))
-        self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels)
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The likeliest next token at each position, (B, S)."""
+    def compute_logits(self, batch: dict[str, Tensor]) -> Tensor:
         logits_BSV: Tensor = self(batch["input_ids"])
-        return logits_BSV.argmax(dim=-1)
+        return logits_BSV
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return build_adamw(
-            self,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            warmup_steps=self.warmup_steps,
-            min_learning_rate_ratio=self.min_learning_rate_ratio,
-        )
+    def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["labels"]
 
     @torch.no_grad()
     def generate(

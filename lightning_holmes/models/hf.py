@@ -12,9 +12,8 @@ else the model's forward takes. Labels are *not* shifted: as everywhere in Huggi
 token at position i, predicted from those before it; -100 is ignored. Without labels the input itself is
 learnt, padding left out.
 
-The loss is the mean over the tokens that count, made from the model's logits. `microbatch_weight` returns
-their number, so that a weighted sum over microbatches and replicas is the exact mean over all tokens, however
-ragged the batch. A router's load-balancing loss is no such mean, and is refused.
+The loss is the mean over the tokens that count, made from the model's logits (causal_lm.py). A router's
+load-balancing loss is no such mean, and is refused.
 
 Shapes: B samples, S positions, V vocabulary.
 """
@@ -28,23 +27,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.models.optimizer import build_adamw
+from lightning_holmes.models.causal_lm import IGNORE_INDEX, CausalLM
 from lightning_holmes.models.pretrained import PretrainedFolder
 from lightning_holmes.torch_private import fake_mode_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-IGNORE_INDEX = -100
 
-
-class HFCausalLM(LightningModule):
+class HFCausalLM(CausalLM):
     """A causal language model of Hugging Face transformers, trained on the mean loss of its tokens.
 
     Give either `config` (a dict with "model_type", a folder with config.json, or a PretrainedConfig) for
@@ -200,53 +194,14 @@ class HFCausalLM(LightningModule):
                 labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
         return labels[:, 1:]
 
-    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many tokens the mean of this microbatch's loss runs over."""
-        return (self.shifted_labels(batch) != IGNORE_INDEX).sum()
+    target_labels = shifted_labels
 
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross entropy over the tokens that count; 0 where none does."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits_BSV = self(**inputs)[:, :-1].float()  # the loss in fp32, as transformers takes it
-        total = F.cross_entropy(
-            logits_BSV.flatten(0, 1),
-            self.shifted_labels(batch).flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
-        return total / self.microbatch_weight(batch).clamp(min=1)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.compute_loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_evaluation("val_loss", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_evaluation("test_loss", batch)
-
-    def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
-        loss = self.compute_loss(batch)
-        # Weighted by tokens, so that the epoch's mean is the mean over all its tokens.
-        num_tokens = int(self.microbatch_weight(batch))
-        self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_tokens)
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The likeliest next token at each position, (B, S)."""
+    def compute_logits(self, batch: dict[str, Tensor]) -> Tensor:
         logits_BSV: Tensor = self(**{name: value for name, value in batch.items() if name != "labels"})
-        return logits_BSV.argmax(dim=-1)
+        return logits_BSV
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return build_adamw(
-            self,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            warmup_steps=self.warmup_steps,
-            min_learning_rate_ratio=self.min_learning_rate_ratio,
-        )
+    def scored_logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.compute_logits(batch)[:, :-1]
 
 
 def _import_transformers() -> Any:

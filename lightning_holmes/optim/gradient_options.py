@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from lightning_holmes.comm.choice import check_collective
+from lightning_holmes.comm.collective_timing import check_collective
 from lightning_holmes.comm.compression import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import Placement, cluster_levels

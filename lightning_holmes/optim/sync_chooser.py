@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.choice import BUDGET_S, make_collectives, measure, time_sum
+from lightning_holmes.comm.collective_timing import BUDGET_S, make_collectives, measure, time_sum
 from lightning_holmes.comm.collectives import AllReduce, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.queue import CommQueue

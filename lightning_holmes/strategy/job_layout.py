@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, p2p_pairs
-from lightning_holmes.comm.transport import GroupTransports
 from lightning_holmes.comm.user_settings import set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import (

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 import torch
 
-from lightning_holmes.callbacks.timeline import TimelineMonitor, make_monitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions

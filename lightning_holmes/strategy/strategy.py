@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
-from lightning_holmes.callbacks.timeline import TimelineMonitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
@@ -99,7 +99,7 @@ class HolmesStrategy(PlanningStrategy):
             "auto": where the whole state does not fit, or is slower by what is measured (see docs/sharded-optimizer.md).
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
-            into the run's folder (see ``lightning_holmes.callbacks.timeline``). A number: also every so many steps.
+            into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: of collectives and transfers.
         port_range: the first and the last port that a firewall between hosts leaves open. What this package listens on

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.choice import make_collectives, measure
+from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Named, SyncGroups
 from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups

@@ -7,7 +7,7 @@ import torch
 from collective_workers import NUMEL, SHAPES, SIZE, everything, matrices, own
 from launch import launch
 
-from lightning_holmes.comm.choice import check_collective
+from lightning_holmes.comm.collective_timing import check_collective
 from lightning_holmes.comm.collectives import COLLECTIVE_NAMES
 from lightning_holmes.errors import ConfigurationError
 

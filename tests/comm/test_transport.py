@@ -10,7 +10,7 @@ import torch
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.comm import mesh
-from lightning_holmes.comm.transport import GroupTransports
+from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.user_settings import UserSettings, hca_allows, interface_allows, set_own
 from lightning_holmes.comm.world import check_port_range
 from lightning_holmes.errors import ConfigurationError, UnreachableError

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from strategy_cases import Classifier, Setting, build, samples
 
-from lightning_holmes.callbacks.timeline import TimelineMonitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 
 
 class MonitorCounter(pl.Callback):

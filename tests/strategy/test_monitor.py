@@ -9,7 +9,7 @@ from launch import launch
 from strategy_cases import Classifier, Setting, build, samples
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.callbacks.timeline import TimelineMonitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
 

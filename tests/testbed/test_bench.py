@@ -9,19 +9,18 @@ from launch import forked_executable
 
 from lightning_holmes.commands import bench
 from lightning_holmes.commands.bench_predict import run_bed
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
-from lightning_holmes.commands.benchmark.contenders.blind import node_order, stages_of, why_not
+from lightning_holmes.commands.benchmark.bench_report import Report, Result
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob, hosts_of_blind_stages
 from lightning_holmes.commands.benchmark.prediction import PredictionBed, PredictionCase
-from lightning_holmes.commands.benchmark.report import Report, Result
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.errors import ConfigurationError
 
 SMALL = "--hidden-size 64 --layers 2 --heads 2 --sequence-length 32 --batch-size 8 --steps 3 --warmup 1 --cpu-share 2"
 
 
-def job_of(*sizes: int) -> Job:
+def job_of(*sizes: int) -> BenchmarkJob:
     topology = bench.make_topology(sizes, devices=1, fast_bytes_per_s=125e6, ethernet_bytes_per_s=12.5e6)
-    return Job(topology=topology, processes_per_host=1, workload=Workload())
+    return BenchmarkJob(topology=topology, processes_per_host=1, workload=Workload())
 
 
 @pytest.fixture
@@ -71,7 +70,8 @@ def test_the_default_workload_is_the_one_that_the_figures_are_quoted_for() -> No
 
 
 def test_the_blind_pipeline_takes_a_host_of_every_cluster_for_each_stage() -> None:
-    assert stages_of(job_of(2, 2)) == [["node0", "node2"], ["node1", "node3"]]
+    assert hosts_of_blind_stages(job_of(2, 2)) == [["node0", "node2"], ["node1", "node3"]]
+    node_order, why_not = CONTENDERS["blind"].node_order, CONTENDERS["blind"].why_not
     assert node_order(job_of(2, 2)) == ["node0", "node2", "node1", "node3"]
     assert why_not(job_of(2, 2)) is None
     assert why_not(job_of(2, 4)) is not None and why_not(job_of(1, 1)) is not None

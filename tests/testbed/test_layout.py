@@ -90,10 +90,10 @@ def test_links_cap_what_goes_from_one_cluster_to_the_other() -> None:
         (TWO_CLUSTERS.replace("enp1s0", "a_name_of_16_let"), {}, "'a_name_of_16_let'.*15"),
         (TWO_CLUSTERS.replace("100 Mbit/s", "10 bit/s"), {}, "enp1s0.*8 kbit/s"),
         (TWO_CLUSTERS.replace("s.1", "s 1"), {}, "'s 1' cannot be a machine's name"),
-        (TWO_CLUSTERS, {"cpu_share": 0}, "CPU share of cpu_share is 0"),
+        (TWO_CLUSTERS, {"cpu_share": 0}, "cpu_share: 0 is not allowed; .*greater than 0"),
         (TWO_CLUSTERS, {"cpu_share": 0.01}, "cpu_period_s=0.2"),
         (TWO_CLUSTERS, {"host_cpu_shares": {"x": 1}}, "CPU shares for x; the hosts are n-0"),
-        (TWO_CLUSTERS, {"prefix": "Holmes"}, "prefix='Holmes'"),
+        (TWO_CLUSTERS, {"prefix": "Holmes"}, "prefix: 'Holmes' is not allowed"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(text: str, options: dict[str, object], words: str) -> None:

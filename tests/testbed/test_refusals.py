@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_holmes.cluster.testbed import Testbed, network
+from lightning_holmes.cluster.testbed import Testbed, netlink
 from lightning_holmes.cluster.testbed import bed as bed_module
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, TestbedUnavailable
@@ -69,12 +69,12 @@ def test_a_kernel_that_lacks_something(monkeypatch: pytest.MonkeyPatch, kind: st
             return call
 
     fake = types.SimpleNamespace(NetlinkError=pyroute2.NetlinkError, IPRoute=Refusing)
-    monkeypatch.setattr(network, "_pyroute2", lambda: fake)
+    monkeypatch.setattr(netlink, "_pyroute2", lambda: fake)
     bed_module.find_problem.cache_clear()
     problem = bed_module.find_problem()
     bed_module.find_problem.cache_clear()
     assert problem is not None and capability in problem and "this kernel does not have it" in problem
-    assert not list(network.NAMESPACES.glob(f"holmes-p{os.getpid()}n*")), "nothing is left of the attempt"
+    assert not list(netlink.NAMESPACES.glob(f"holmes-p{os.getpid()}n*")), "nothing is left of the attempt"
 
 
 @pytest.mark.usefixtures("testbed_works")
@@ -82,8 +82,8 @@ def test_namespaces_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(work: Any) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(network, "_in_thread", forbidden)
+    monkeypatch.setattr(netlink, "_in_thread", forbidden)
     with pytest.raises(TestbedUnavailable, match=r"network namespaces, and it may not be done without root \(CAP_NET"):
         Testbed(TOPOLOGY, bed_id=f"forbidden_{os.getpid()}").build()
     monkeypatch.undo()
-    assert not list(network.NAMESPACES.glob(f"holmes-forbidden_{os.getpid()}*"))
+    assert not list(netlink.NAMESPACES.glob(f"holmes-forbidden_{os.getpid()}*"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions, network
+from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions, netlink
 from lightning_holmes.cluster.testbed import bed as bed_module
 from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from lightning_holmes.cluster.testbed.state import bed_folder
@@ -242,7 +242,7 @@ def test_wrong_names_and_orders_are_refused(bed: Testbed) -> None:
 
 def remains(bed_id: str) -> list[str]:
     """What bears a testbed's name."""
-    names = [path.name for path in network.NAMESPACES.glob(f"holmes-{bed_id}-*")]
+    names = [path.name for path in netlink.NAMESPACES.glob(f"holmes-{bed_id}-*")]
     folders = [CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}").path, bed_folder("holmes-", bed_id)]
     return names + [str(path) for path in folders if path.exists()]
 
@@ -332,7 +332,7 @@ def test_the_state_is_kept_between_commands(tmp_path: Path, capsys: pytest.Captu
             call("set", "a-0.eth0", "sideways")
         with pytest.raises(ConfigurationError, match="no command to run"):
             call("run")
-        for namespace in network.remove_namespaces(f"holmes-{bed_id}-"):
+        for namespace in netlink.remove_namespaces(f"holmes-{bed_id}-"):
             assert namespace.startswith("holmes-")
         with pytest.raises(TestbedError, match="only remains are left"):
             call("status")

@@ -4,7 +4,7 @@
         results = bed.torchrun(["train.py"], shuffle_nodes=True, timeout_s=120)
         print(bed.counters()["node-0"]["eth0"].sent)
 
-layout.py decides every name, address and rate; network.py, cgroup.py and made_up_sysfs.py make what it says;
+layout.py decides every name, address and rate; netlink.py, cgroup.py and made_up_sysfs.py make what it says;
 processes.py runs commands there; state.py finds a testbed again; bed.py is the Testbed itself. enter.py is run
 as a script, by the path of its file. Needs root and pyroute2 (the extra `testbed`).
 """

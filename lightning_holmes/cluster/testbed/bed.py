@@ -24,10 +24,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
-from lightning_holmes.cluster.testbed import made_up_sysfs, network, state
+from lightning_holmes.cluster.testbed import made_up_sysfs, netlink, state
 from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from lightning_holmes.cluster.testbed.layout import (
     DEFAULT_PREFIX,
@@ -95,7 +95,7 @@ class Testbed:
         self.options = options or TestbedOptions()
         self.bed_id = bed_id or f"p{os.getpid()}n{next(_numbers)}"
         self.layout: Layout = make_layout(topology, self.options, bed_id=self.bed_id)
-        self._state = BedState(bed_id=self.bed_id, topology_yaml=topology.to_yaml(), options=self.options, owner=None)
+        self._state = BedState(bed_id=self.bed_id, topology=topology, options=self.options, owner=None)
         self._runs = itertools.count()
         self._pid = os.getpid()
         self._signals: dict[int, Any] = {}
@@ -113,9 +113,7 @@ class Testbed:
                     self._signals[number] = signal.signal(number, self._end_by_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._restore_signals()
         atexit.unregister(self._close_own)
         self.close()
@@ -146,7 +144,7 @@ class Testbed:
                 "127.0.0.1 localhost\n"
                 + "".join(f"{host.ethernet.address} {host.name}\n" for host in self.layout.hosts)
             )
-            network.build_network(self.layout)
+            netlink.build_network(self.layout)
         except BaseException:
             self.close()
             raise
@@ -160,10 +158,9 @@ class Testbed:
             others = state.bed_ids(prefix)
             known = f"; there are {', '.join(others)}" if others else ""
             raise TestbedError(f"there is no testbed {bed_id!r}{known}; `lightning-holmes testbed up FILE` makes one")
-        topology = Topology.from_yaml_text(found.topology_yaml, source=f"testbed {bed_id}")
-        bed = cls(topology, found.options, bed_id=bed_id)
+        bed = cls(found.topology, found.options, bed_id=bed_id)
         bed._state = found
-        gone = network.missing_namespaces(bed.layout)
+        gone = netlink.missing_namespaces(bed.layout)
         if gone:
             raise TestbedError(f"of testbed {bed_id!r} only remains are left ({gone[0]} is gone); take it down")
         return bed
@@ -259,7 +256,7 @@ class Testbed:
                         **(env or {}),
                         **(host_env(host.name) if host_env is not None else {}),
                     },
-                    namespace=network.namespace_path(host.namespace),
+                    namespace=netlink.namespace_path(host.namespace),
                     host_name=host.name if self.options.host_names else "",
                     hosts_file=self._hosts_file,
                     group=CpuGroup(hierarchy, f"{self._group_name(host)}/{run_name}"),
@@ -329,7 +326,7 @@ class Testbed:
         """Every NIC as it is now."""
         found = []
         for host in self.layout.hosts:
-            interfaces = network.interface_states(host.namespace)
+            interfaces = netlink.interface_states(host.namespace)
             for nic in host.nics:
                 now = interfaces[nic.interface]
                 counted = NicBytes(received=now.received_bytes, sent=now.sent_bytes)
@@ -353,8 +350,8 @@ class Testbed:
         """Give the NIC "host.nic" another rate, in both directions."""
         check_rate(bandwidth_bytes_per_s, f"rate of {name}")
         host, nic = self.layout.nic(name)
-        network.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
-        network.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
+        netlink.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
+        netlink.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
         self._note(rates={**self._state.rates, name: bandwidth_bytes_per_s})
         shutil.rmtree(self._cache, ignore_errors=True)  # the speeds that a run has measured
         self._write_port(host, nic)
@@ -369,7 +366,7 @@ class Testbed:
 
     def _switch(self, name: str, *, up: bool) -> None:
         host, nic = self.layout.nic(name)
-        network.set_up(host.namespace, nic.interface, up)
+        netlink.set_up(host.namespace, nic.interface, up)
         others = tuple(other for other in self._state.down if other != name)
         self._note(down=others if up else (*others, name))
         self._write_port(host, nic)
@@ -418,7 +415,7 @@ def remove_remains(prefix: str, bed_id: str) -> bool:
     group = CpuGroup(find_cpu_hierarchy(), f"{prefix}{bed_id}")
     found = group.path.exists() or state.bed_folder(prefix, bed_id).exists()
     group.kill()
-    removed = network.remove_namespaces(namespace_prefix(prefix, bed_id))
+    removed = netlink.remove_namespaces(namespace_prefix(prefix, bed_id))
     group.remove()
     state.remove_folder(prefix, bed_id)
     return found or bool(removed)

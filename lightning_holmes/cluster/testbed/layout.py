@@ -18,8 +18,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from lightning_holmes.cluster.record import record
 from lightning_holmes.cluster.topology import Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError, TestbedError
 
@@ -29,8 +32,11 @@ _INTERFACE_NAMES: dict[str, str] = {"infiniband": "ib", "roce": "roce"}
 _MAX_INTERFACE_NAME = 15  # IFNAMSIZ less its closing zero
 _FIRST_NETWORK = 64
 _MAX_OCTET = 254
+_Share = Annotated[float, Field(gt=0, le=1024)]
+_Rate = Annotated[float, Field(ge=1000)]
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestbedOptions:
     """What a testbed needs and a topology does not say.
@@ -48,32 +54,21 @@ class TestbedOptions:
 
     __test__: ClassVar[bool] = False
 
-    cpu_share: float | None = None
-    host_cpu_shares: Mapping[str, float] = field(default_factory=dict)
-    rdma_bandwidth_bytes_per_s: float | None = None
-    ethernet_bandwidth_bytes_per_s: float | None = None
-    cpu_period_s: float = 0.02
+    cpu_share: _Share | None = None
+    host_cpu_shares: Mapping[str, _Share] = field(default_factory=dict)
+    rdma_bandwidth_bytes_per_s: _Rate | None = None
+    ethernet_bandwidth_bytes_per_s: _Rate | None = None
+    cpu_period_s: Annotated[float, Field(ge=0.001, le=1)] = 0.02
     host_names: bool = True
-    prefix: str = DEFAULT_PREFIX
+    prefix: Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,14}-$")] = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:
-        for name, share in {"cpu_share": self.cpu_share, **self.host_cpu_shares}.items():
-            if share is not None and not 0 < share <= 1024:
-                raise ConfigurationError(f"CPU share of {name} is {share!r}; give a number of cores, such as 0.45")
-        for name in ("rdma_bandwidth_bytes_per_s", "ethernet_bandwidth_bytes_per_s"):
-            rate = getattr(self, name)
-            if rate is not None:
-                check_rate(rate, name)
-        if not 0.001 <= self.cpu_period_s <= 1:
-            raise ConfigurationError(f"cpu_period_s={self.cpu_period_s!r}; the kernel takes 0.001 to 1 second")
         for share in (self.cpu_share, *self.host_cpu_shares.values()):
             if share is not None and share * self.cpu_period_s < 0.001:
                 raise ConfigurationError(
                     f"a share of {share} cores is {1e6 * share * self.cpu_period_s:.0f} us of each period, but the "
                     f"kernel takes no less than 1000 us; give cpu_period_s={min(1.0, 0.002 / share):.3g}"
                 )
-        if not re.fullmatch(r"[a-z][a-z0-9]{0,14}-", self.prefix):
-            raise ConfigurationError(f"prefix={self.prefix!r}; write small letters and digits that end in '-'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Owns the folder of a testbed, /run/holmes-testbed/ID (or below $XDG_RUNTIME_DIR), and the file state.json in it.
 
-    state = BedState(bed_id="demo", topology_yaml=topology.to_yaml(), options=TestbedOptions(), owner=None)
+    state = BedState(bed_id="demo", topology=topology, options=TestbedOptions(), owner=None)
     write_state(state)
     read_state("holmes-", "demo") == state
 """
@@ -10,20 +10,20 @@ Owns the folder of a testbed, /run/holmes-testbed/ID (or below $XDG_RUNTIME_DIR)
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from lightning_holmes.cluster.record import read_json, record, to_json
 from lightning_holmes.cluster.testbed.layout import TestbedOptions
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import TestbedUnavailable
 
 _STATE = "state.json"
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
     """The process that a testbed belongs to; its start tells it from a later one with the same id."""
@@ -44,12 +44,13 @@ class Owner:
         return _start_ticks(self.pid) == self.start_ticks
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BedState:
     """A testbed as it was made, and what was changed since. Without an owner it stays until taken down."""
 
     bed_id: str
-    topology_yaml: str
+    topology: Topology
     options: TestbedOptions
     owner: Owner | None
     rates: dict[str, float] = field(default_factory=dict)  # "host.nic": bytes/s, where changed
@@ -75,25 +76,16 @@ def write_state(state: BedState) -> None:
     while not folder.is_dir():  # the folder above goes when the last testbed does
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(parents=True, exist_ok=True)
-    data = dataclasses.asdict(state)
     written = folder / f"{_STATE}.{os.getpid()}"
-    written.write_text(json.dumps(data))
+    written.write_text(to_json(state))
     written.replace(folder / _STATE)
 
 
 def read_state(prefix: str, bed_id: str) -> BedState | None:
     """The state of a testbed; None if there is none, or none that can be read."""
     try:
-        data: dict[str, Any] = json.loads((bed_folder(prefix, bed_id) / _STATE).read_text())
-        return BedState(
-            bed_id=data["bed_id"],
-            topology_yaml=data["topology_yaml"],
-            options=TestbedOptions(**data["options"]),
-            owner=None if data["owner"] is None else Owner(**data["owner"]),
-            rates=data["rates"],
-            down=tuple(data["down"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(BedState, (bed_folder(prefix, bed_id) / _STATE).read_text(), source=f"testbed {bed_id}")
+    except (OSError, ValueError):
         return None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_holmes.commands.benchmark.report import load_figure_class, show_seconds
+from lightning_holmes.commands.benchmark.bench_report import load_figure_class, show_seconds
 
 _FILE = "predictions"
 _APART = 1.1  # plans that differ by more in measurement must be predicted in the same order

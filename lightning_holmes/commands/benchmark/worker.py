@@ -19,10 +19,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 
-from lightning_holmes.callbacks.timeline import TimelineMonitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, Job
-from lightning_holmes.commands.benchmark.report import show_seconds
+from lightning_holmes.commands.benchmark.bench_report import show_seconds
+from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
@@ -83,10 +83,10 @@ def describe_plan(strategy: Strategy) -> str | None:
     return described if prediction is None else f"{described}; {show_seconds(prediction.step_s)} s a step predicted"
 
 
-def read_job(folder: Path) -> Job:
+def read_job(folder: Path) -> BenchmarkJob:
     """The job that `bench` wrote."""
     data = json.loads((folder / "job.json").read_text())
-    return Job(
+    return BenchmarkJob(
         topology=Topology.from_yaml_text(data["topology"], source="bench"),
         processes_per_host=data["processes_per_host"],
         workload=Workload.from_json(data["workload"]),

@@ -1,0 +1,87 @@
+"""CausalLM: what GPT and HFCausalLM share: the mean loss of their tokens, how it is logged, and AdamW.
+
+A subclass gives the logits and the labels of a batch. `microbatch_weight` returns how many labels count, so that a
+weighted sum over microbatches and replicas is the exact mean over all of them, however ragged the batch.
+
+Shapes: B samples, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_holmes.models.optimizer import build_adamw
+
+IGNORE_INDEX = -100
+
+
+class CausalLM(LightningModule):
+    """A language model that is trained on the mean cross entropy of its labels; -100 is ignored."""
+
+    learning_rate: float
+    min_learning_rate_ratio: float
+    weight_decay: float
+    warmup_steps: int
+    betas: tuple[float, float]
+
+    @abstractmethod
+    def compute_logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """The logits of a batch, (B, S, V)."""
+
+    @abstractmethod
+    def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
+        """The token that each position of :meth:`scored_logits` is to give; -100 where it does not count."""
+
+    def scored_logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """The logits that have a label."""
+        return self.compute_logits(batch)
+
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many labels the mean of this microbatch's loss runs over."""
+        return (self.target_labels(batch) != IGNORE_INDEX).sum()
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean cross entropy, in fp32, over the labels that count; 0 where none does."""
+        total = F.cross_entropy(
+            self.scored_logits(batch).float().flatten(0, 1),
+            self.target_labels(batch).flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        return total / self.microbatch_weight(batch).clamp(min=1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.compute_loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("val_loss", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("test_loss", batch)
+
+    def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
+        loss = self.compute_loss(batch)
+        # Weighted by labels, so that the epoch's mean is the mean over all its labels.
+        num_labels = int(self.microbatch_weight(batch))
+        self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The likeliest next token at each position, (B, S)."""
+        return self.compute_logits(batch).argmax(dim=-1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return build_adamw(
+            self,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            warmup_steps=self.warmup_steps,
+            min_learning_rate_ratio=self.min_learning_rate_ratio,
+        )
