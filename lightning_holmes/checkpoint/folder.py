@@ -7,6 +7,7 @@ unpickling anything but tensors and plain data, checks every byte, and reads sin
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import zlib
@@ -167,33 +168,21 @@ class FolderReader:
         Raises:
             CheckpointError: a value is damaged, or its file is nowhere.
         """
-        values: dict[Value, Any] = {}
         places: dict[ValueEntry, Any] = {}
         far = {entry for entry in entries.values() if entry.file not in self.present}
         fetched = {} if self._fetch is None else self._fetch(self, sorted(far, key=lambda e: (e.file, e.offset)))
         near = sorted(
             (e for e in dict.fromkeys(entries.values()) if e.file in self.present), key=lambda e: (e.file, e.offset)
         )
-        file_name, file = "", None
-        try:
-            for entry in near:
-                if entry.file != file_name:
-                    if file is not None:
-                        file.close()
-                    assert self.folder is not None
-                    file, file_name = (self.folder / entry.file).open("rb"), entry.file
-                assert file is not None
-                places[entry] = self._decode(entry, read_at(file, entry))
-        finally:
-            if file is not None:
-                file.close()
+        for file_name, entries_of_file in itertools.groupby(near, key=lambda e: e.file):
+            assert self.folder is not None
+            with (self.folder / file_name).open("rb") as file:
+                places |= {entry: self._decode(entry, read_at(file, entry)) for entry in entries_of_file}
         for entry in far:
             if entry not in fetched:
                 raise self.not_here(entry)
             places[entry] = self._decode(entry, fetched.pop(entry))
-        for name, entry in entries.items():
-            values[name] = places[entry]
-        return values
+        return {name: places[entry] for name, entry in entries.items()}
 
     def raw(self, entry: ValueEntry) -> bytes:
         """The bytes of a value whose file this rank sees."""

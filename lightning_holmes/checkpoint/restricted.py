@@ -28,15 +28,14 @@ def load_bytes(data: bytes, source: str, *, weights_only: bool = True) -> Any:
         raise _explained(error, source) from None
 
 
-def load_file(path: Path, *, weights_only: bool = True, mmap: bool = True) -> Any:
+def load_file(path: Path, *, weights_only: bool = True) -> Any:
     """What a file holds, on the host; tensors are read when they are used.
 
     Raises:
         CheckpointError: the file is damaged, or holds more than tensors and plain data.
     """
     try:
-        is_zip = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap and is_zip)
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise
     except Exception as error:

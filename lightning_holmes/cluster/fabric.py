@@ -3,7 +3,7 @@
 A pure function of the inventories and of the answers to connection tests: nothing is tried here, and the order
 of the ranks does not matter. Evidence, the stronger first:
 
-1. HOLMES_CLUSTER of a host, and overrides: hosts of one name are one cluster.
+1. HOLMES_CLUSTER of a host: hosts of one name are one cluster.
 2. Connection tests between a representative of each candidate group and its other hosts.
 3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Same hints, same fabric, unless the
    switches that SLURM or Topograph name have different tops. RoCE hosts in different subnets under one top switch
@@ -78,16 +78,14 @@ def group_hosts(
     inventories: Sequence[HostInventory],
     *,
     reachable: Reachable | None = None,
-    overrides: Mapping[str, str] | None = None,
 ) -> Topology:
     """The topology of a job: clusters, their hosts and ranks, without speeds.
 
     Args:
         inventories: one a rank.
         reachable: what connection tests gave; see :data:`Reachable`. Without it hints alone decide.
-        overrides: cluster by host name; wins over HOLMES_CLUSTER.
     """
-    hosts = merge_ranks(inventories, overrides)
+    hosts = merge_ranks(inventories)
     return _Grouping(hosts, reachable or (lambda one, other: None)).topology()
 
 

@@ -47,13 +47,12 @@ def read_gpus(reader: SysfsReader, *, pci_devices: str, nvidia: str) -> tuple[Gp
     gpus = []
     for index, bus in enumerate(sorted(names)):
         folder = f"{pci_devices}/{bus}"
-        numa = reader.number(f"{folder}/numa_node", optional=True)
         gpus.append(
             Gpu(
                 index=index,
                 name=names[bus],
                 bus=bus,
-                numa_node=numa if numa is not None and numa >= 0 else None,
+                numa_node=reader.numa_node(folder),
                 pci=pci_path(folder) if os.path.exists(folder) else (),
             )
         )

@@ -112,20 +112,17 @@ class HostInventory:
         return next((i for i in self.interfaces if i.name == self.main_interface), None)
 
 
-def probe_host(
-    *, sysfs_root: str | None = None, machine_root: str = "/", master_addr: str | None = None
-) -> HostInventory:
+def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> HostInventory:
     """Read what this host has. Nothing is raised for what is missing: see ``warnings``.
 
     Args:
-        sysfs_root: where class/infiniband is; default HOLMES_SYSFS_ROOT, else /sys.
         machine_root: what stands before sys/class/net, sys/bus/pci and proc; for tests.
         master_addr: the numeric address of the master; default MASTER_ADDR, if that is numeric.
     """
     environment = dict(os.environ)
     reader = SysfsReader()
     machine = machine_root.rstrip("/")
-    sysfs = (sysfs_root or environment.get("HOLMES_SYSFS_ROOT") or f"{machine}/sys").rstrip("/")
+    sysfs = (environment.get("HOLMES_SYSFS_ROOT") or f"{machine}/sys").rstrip("/")
     master = master_addr or environment.get("MASTER_ADDR")
     every = read_interfaces(reader, f"{machine}/sys/class/net")
     rdma = read_rdma_ports(reader, f"{sysfs}/class/infiniband", {interface.name: interface for interface in every})

@@ -158,7 +158,7 @@ def _read_interface(
         operstate = reader.text(f"{folder}/operstate", optional=True)
         stated = reader.text(f"{folder}/speed", optional=True)  # an error or -1 where there is no such thing
         speed = int(stated) if stated is not None and stated.isdecimal() and int(stated) > 0 else speed
-        numa = reader.number(f"{folder}/device/numa_node", optional=True)
+        numa = reader.numa_node(f"{folder}/device")
         link = f"{folder}/master"
         master = os.path.basename(os.path.realpath(link)) if os.path.islink(link) else None
     if kind == "veth":
@@ -174,7 +174,7 @@ def _read_interface(
         mac=mac,
         members=members,
         master=master,
-        numa_node=numa if numa is not None and numa >= 0 else None,
+        numa_node=numa,
     )
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -138,10 +138,8 @@ def discover_topology(
     *,
     local: HostInventory | None = None,
     given: Topology | None = None,
-    overrides: Mapping[str, str] | None = None,
     options: ProbeOptions | None = None,
     timeout_s: float = 120.0,
-    master_addr: str | None = None,
 ) -> Topology:
     """What exists, the same on every rank. Every rank must call, with the same arguments but for ``local``.
 
@@ -149,18 +147,16 @@ def discover_topology(
         store: the job's c10d store.
         local: this host's inventory; default :func:`probe_host`.
         given: a topology file, which decides hosts and clusters; it is matched to the hosts of the job.
-        overrides: cluster by host name; wins over HOLMES_CLUSTER.
         timeout_s: after this nobody waits any longer.
-        master_addr: name or address of the master, to find the interface that reaches it; default MASTER_ADDR.
 
     Raises:
         RemoteError: a rank failed or did not answer; the message names it.
-        ConfigurationError: the topology file, the overrides or the port range do not fit.
+        ConfigurationError: the topology file or the port range do not fit.
     """
     options = options or ProbeOptions()
     board = _Board(store, rank, world_size, timeout_s)
     try:
-        mine = local if local is not None else probe_host(master_addr=numeric_address(master_addr))
+        mine = local if local is not None else probe_host(master_addr=numeric_address(None))
         board.put(f"inventory/{rank}", inventory=mine)
     except Exception as error:
         board.put_error(f"inventory/{rank}", error)
@@ -168,7 +164,7 @@ def discover_topology(
     if rank != 0:
         return _follow(board, mine, options)
     try:
-        topology = _Leader(board, mine, options).decide(given, overrides)
+        topology = _Leader(board, mine, options).decide(given)
     except BaseException as error:
         board.put_error("end", error)
         _release_followers(board)
@@ -268,9 +264,9 @@ class _Leader:
         self._own: _Agent | None = None
         self._warnings: list[str] = []
 
-    def decide(self, given: Topology | None, overrides: Mapping[str, str] | None) -> Topology:
+    def decide(self, given: Topology | None) -> Topology:
         inventories = _gather_inventories(self._board)
-        hosts = merge_ranks(inventories, overrides)
+        hosts = merge_ranks(inventories)
         try:
             if self._options.connect and len(hosts) > 1:
                 self._appoint_agents(hosts)
@@ -281,7 +277,7 @@ class _Leader:
                 live = {name: by_name[other] for name, other in _live_names(topology, hosts).items()}
                 topology = with_live_nics(topology, live)
             else:
-                topology = self._group(inventories, overrides)
+                topology = self._group(inventories)
             topology = replace(topology, warnings=(*topology.warnings, *self._warnings))
             return self._with_speeds(topology, hosts)
         finally:
@@ -308,11 +304,9 @@ class _Leader:
         if self._own is not None:
             self._own.__exit__()
 
-    def _group(self, inventories: Sequence[HostInventory], overrides: Mapping[str, str] | None) -> Topology:
+    def _group(self, inventories: Sequence[HostInventory]) -> Topology:
         known: dict[tuple[NicEnd, NicEnd], bool | None] = {}
-        nics = {
-            (host.name, nic.name): nic for host in merge_ranks(inventories, overrides) for nic in host.inventory.nics()
-        }
+        nics = {(host.name, nic.name): nic for host in merge_ranks(inventories) for nic in host.inventory.nics()}
         for _ in range(_ROUNDS):
             asked: list[tuple[NicEnd, NicEnd]] = []
 
@@ -321,7 +315,7 @@ class _Leader:
                     asked.append((one, other))
                 return known.get((one, other))
 
-            topology = group_hosts(inventories, reachable=reachable, overrides=overrides)
+            topology = group_hosts(inventories, reachable=reachable)
             tasks = {}
             for one, other in asked if self._agents else ():
                 task = self._task(other.host, nics[other.host, other.nic], one.host, nics[one.host, one.nic])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_holmes.cluster.hardware import HostInventory
@@ -46,15 +46,11 @@ class LiveHost:
         return tuple(port for port in self.inventory.rdma if not port.up)
 
 
-def merge_ranks(
-    inventories: Sequence[HostInventory], overrides: Mapping[str, str] | None = None
-) -> tuple[LiveHost, ...]:
+def merge_ranks(inventories: Sequence[HostInventory]) -> tuple[LiveHost, ...]:
     """The hosts of a job by name, from one inventory a rank.
 
     Hosts that share a name (namespaces of one machine, machines called localhost) are numbered by identity.
-    overrides: cluster by host name; it wins over HOLMES_CLUSTER.
     """
-    overrides = overrides or {}
     ranks: dict[str, list[int]] = {}
     for rank, inventory in enumerate(inventories):
         ranks.setdefault(inventory.identity, []).append(rank)
@@ -76,17 +72,12 @@ def merge_ranks(
             raise ConfigurationError(
                 f"HOLMES_CLUSTER differs between the processes of host {names[identity]} ({shown}); set one value a host"
             )
-    unknown = sorted(set(overrides) - set(names.values()))
-    if unknown:
-        raise ConfigurationError(
-            f"a cluster is given for host {unknown[0]!r}, but the job runs on {', '.join(sorted(names.values()))}"
-        )
     hosts = [
         LiveHost(
             name=names[identity],
             ranks=tuple(mine),
             inventory=first[identity],
-            cluster=overrides.get(names[identity], first[identity].cluster),
+            cluster=first[identity].cluster,
         )
         for identity, mine in ranks.items()
     ]

@@ -41,6 +41,7 @@ _PINGS = 20
 _MAX_PINGS = 64
 _CONNECTIONS = 256  # at once; more wait in the kernel's queue
 _HANDSHAKE_S = 2.0
+_ANSWER_S = 2.0
 _RAMP = 0.25  # of the time: TCP's slow start and a shaper's burst are left out of the rate
 _WINDOWS = 32  # into which the rest is cut
 _UNSENT_S = 0.04  # of sending that may wait in the sender's socket, for when its process is stopped
@@ -224,25 +225,25 @@ def answer(connection: socket.socket, token: bytes, endpoint: Endpoint) -> None:
     connection.sendall(_REPORT.pack(seconds, count))
 
 
-def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes, timeout_s: float = 2.0) -> list[ProbeResult]:
+def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes) -> list[ProbeResult]:
     """Run tasks at the same time, each from its ``start_s`` on, and return what they gave, in their order."""
     begin = time.monotonic()
     results: list[ProbeResult | None] = [None] * len(tasks)
 
     def work(index: int, task: ProbeTask) -> None:
         time.sleep(max(0.0, begin + task.start_s - time.monotonic()))
-        results[index] = run_task(task, token=token, timeout_s=timeout_s)
+        results[index] = run_task(task, token=token)
 
     threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(tasks)]
     for thread in threads:
         thread.start()
-    end = begin + max((task.start_s + task.seconds for task in tasks), default=0.0) + 3 * timeout_s + 2
+    end = begin + max((task.start_s + task.seconds for task in tasks), default=0.0) + 3 * _ANSWER_S + 2
     for thread in threads:
         thread.join(timeout=max(0.0, end - time.monotonic()))
     return [result or task.failed("it did not end in time") for task, result in zip(tasks, results, strict=True)]
 
 
-def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = 2.0) -> ProbeResult:
+def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = _ANSWER_S) -> ProbeResult:
     """Connect and measure. Whatever goes wrong is the result's ``error``, which names both ends."""
     target = task.target
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET

@@ -102,7 +102,6 @@ def _read_port(
     up = state == "ACTIVE"
     if named is not None and live is not None and not live.up:
         up = False  # an IPoIB interface found beside the device may be down and the port still carry verbs
-    numa = reader.number(f"{folder}/device/numa_node", optional=True)
     lid = reader.number(f"{here}/sm_lid", optional=layer == "Ethernet")
     infiniband = layer == "InfiniBand"
     return RdmaPort(
@@ -118,7 +117,7 @@ def _read_port(
         subnet_prefix=gids[0][0][:19] if infiniband and gids else None,
         interface=interface,
         addresses=live.addresses if live is not None else () if infiniband else _gid_addresses(gids),
-        numa_node=numa if numa is not None and numa >= 0 else None,
+        numa_node=reader.numa_node(f"{folder}/device"),
         function=_function(reader, folder),
         pci=pci_path(f"{folder}/device") or pci_path(folder),
         counters=f"{here}/counters" if os.path.isdir(f"{here}/counters") else None,

@@ -60,6 +60,11 @@ class SysfsReader:
         self.warn(f"{path}: {text[:40]!r} is not a number")
         return None
 
+    def numa_node(self, device: str) -> int | None:
+        """The NUMA node of a device's folder; None where it is not known (the kernel says -1)."""
+        node = self.number(f"{device}/numa_node", optional=True)
+        return node if node is not None and node >= 0 else None
+
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts mlx5_2 before mlx5_10."""

@@ -163,13 +163,10 @@ class Topology:
         return [place for _, place in sorted(zip(ranks, places, strict=True), key=lambda pair: pair[0])]
 
     def _place(self, rank: int) -> tuple[Cluster, Host]:
-        first = 0
-        for cluster in self.clusters:
-            for host in cluster.hosts:
-                if rank in (host.ranks if host.ranks is not None else range(first, first + host.devices)):
-                    return cluster, host
-                first += host.devices
-        raise ConfigurationError(f"rank {rank} is not in {self.described}: it has the ranks 0 to {first - 1}")
+        places = self.places()
+        if not 0 <= rank < len(places):
+            raise ConfigurationError(f"rank {rank} is not in {self.described}: it has the ranks 0 to {len(places) - 1}")
+        return places[rank]
 
     def with_ranks(self, hostnames_by_rank: Sequence[str]) -> Topology:
         """This topology with the ranks that run on each host.

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.commands.bench_predict import run_partitions, run_predictions
@@ -244,11 +244,12 @@ def run_contender(
             ),
             folder=folder,
             timeout_s=timeout_s,
-            echo=_echo if verbose else None,
+            echo=(lambda host, line: print(f"[{host}] {line}", flush=True)) if verbose else None,
         )
-        problem = _problem(results, timeout_s)
-        if problem is not None:
-            return Result(name=contender.name, title=contender.title, problem=problem)
+        try:
+            raise_if_failed(results, timeout_s)
+        except TestbedError as error:
+            return Result(name=contender.name, title=contender.title, problem=str(error))
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.world_size)]
         seconds_by_kind = {} if timelines is None else _keep_timeline(folder, timelines, contender)
     # processes of one host see the same cards: one of them speaks for the host
@@ -304,18 +305,6 @@ def _set_ethernet(bed: Testbed, job: BenchmarkJob, *, fast: bool) -> None:
             rate = host.nics[0 if fast else 1].bandwidth_bytes_per_s
             assert rate is not None
             bed.set_rate(f"{host.name}.{_ETHERNET}", rate)
-
-
-def _echo(host: str, line: str) -> None:
-    print(f"[{host}] {line}", flush=True)
-
-
-def _problem(results: dict[str, HostResult], timeout_s: float) -> str | None:
-    try:
-        raise_if_failed(results, timeout_s)
-    except TestbedError as error:
-        return str(error)
-    return None
 
 
 def _hardware() -> str:

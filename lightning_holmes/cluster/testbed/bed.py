@@ -150,12 +150,12 @@ class Testbed:
             raise
 
     @classmethod
-    def attach(cls, bed_id: str, *, prefix: str = DEFAULT_PREFIX) -> Testbed:
+    def attach(cls, bed_id: str) -> Testbed:
         """The testbed with this id that another process has built. Raises TestbedError if there is none."""
         check_bed_id(bed_id)
-        found = state.read_state(prefix, bed_id)
+        found = state.read_state(DEFAULT_PREFIX, bed_id)
         if found is None:
-            others = state.bed_ids(prefix)
+            others = state.bed_ids(DEFAULT_PREFIX)
             known = f"; there are {', '.join(others)}" if others else ""
             raise TestbedError(f"there is no testbed {bed_id!r}{known}; `lightning-holmes testbed up FILE` makes one")
         bed = cls(found.topology, found.options, bed_id=bed_id)

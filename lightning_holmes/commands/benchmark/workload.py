@@ -7,18 +7,21 @@ text = workload.to_json()                    # for the worker processes
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from lightning_holmes.cluster.record import read_json, record, to_json
 from lightning_holmes.data import FileBytes
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.models import GPT
 
 _MIN_BYTES = 1_000_000
+_Positive = Annotated[int, Field(ge=1)]
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A byte GPT, trained by AdamW in fp32 on the sources of Python's library.
@@ -26,19 +29,13 @@ class Workload:
     batch_size is that of the whole job, whatever the number of replicas. The first warmup_steps are not measured.
     """
 
-    hidden_size: int = 282
-    num_layers: int = 12
-    num_heads: int = 3
-    sequence_length: int = 128
-    batch_size: int = 32
-    warmup_steps: int = 2
-    steps: int = 5
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value < 1:
-                raise ConfigurationError(f"{field.name}={value} is too small; give 1 or more")
+    hidden_size: _Positive = 282
+    num_layers: _Positive = 12
+    num_heads: _Positive = 3
+    sequence_length: _Positive = 128
+    batch_size: _Positive = 32
+    warmup_steps: _Positive = 2
+    steps: _Positive = 5
 
     @property
     def model_arguments(self) -> dict[str, Any]:
@@ -53,12 +50,12 @@ class Workload:
 
     def to_json(self) -> str:
         """Text that from_json reads back."""
-        return json.dumps(dataclasses.asdict(self))
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
         """The workload that to_json wrote."""
-        return cls(**json.loads(text))
+        return read_json(cls, text, source="workload")
 
 
 class SharedBatches(FileBytes):
