@@ -54,7 +54,7 @@ def exchange(_: Any) -> list[Any]:
 
 @pytest.mark.xdist_group("p2p")
 def test_two_ranks_exchange_tensors_and_messages_in_order() -> None:
-    for rank, found in enumerate(launch(2, "test_edges:exchange", timeout_s=90)):
+    for rank, found in enumerate(launch(2, "test_p2p:exchange", timeout_s=90)):
         other = 1 - rank
         assert [f[0][0] for f in found[:3]] == [10.0 * other + n for n in range(3)]
         assert found[3:] == [100_000, {"rank": other}, [other] * 3]
