@@ -69,6 +69,7 @@ class GradBuffer:
         bucket_bytes: at which size a bucket is full; a larger parameter has one for itself. May be changed until
             the buckets are laid out.
         grad_dtype: of the buckets; None: the parameter's own. Types of higher precision keep their own.
+        stage_of: by name, the stage whose last backward finishes it; buckets end where stages end.
         apart: by name, what sets a parameter apart; unlike ones share no bucket, and their buckets come last. They are
             cut alike whatever ``bucket_bytes`` is, since other stages, with another size, have them, too.
     """
@@ -81,6 +82,7 @@ class GradBuffer:
         data_parallel_size: int = 1,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         grad_dtype: torch.dtype | None = torch.float32,
+        stage_of: Mapping[str, int] | None = None,
         apart: Mapping[str, Hashable] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
@@ -97,6 +99,7 @@ class GradBuffer:
         """Counts how often the buckets have been laid out anew."""
         self.on_arrival: Callable[[str], None] | None = None
         """Called with a parameter's name after each of its accumulations."""
+        self._stage_of = dict(stage_of or {})
         self._apart = dict(apart or {})
         self._bucket_of: dict[str, Bucket] = {}
         self._kept: dict[str, Tensor] = {}
@@ -264,7 +267,7 @@ class GradBuffer:
                 parameter.device,
                 parameter.dtype,
                 tuple(parameter.placements) if dtensor.is_dtensor(parameter) else (),
-                self._apart.get(name),
+                self._apart.get(name, self._stage_of.get(name)),
             )
             size = dtensor.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
             names, total = filling.get(kind, ([], 0))

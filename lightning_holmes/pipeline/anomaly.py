@@ -8,7 +8,7 @@ For ``Trainer(detect_anomaly=True)``. Without that nothing is done.
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,26 +45,6 @@ def naming_parameters(module: nn.Module, roots: Sequence[Tensor | Node], place: 
             f"{str(error).rstrip('.')} ({place}); from there NaN reaches {reached}. The traceback of the operator's forward, "
             f"printed above on this rank, shows the line"
         ) from error
-
-
-def check_finite(gradients: Iterable[tuple[str, Tensor]], place: str) -> None:
-    """Refuse infinities, and what is NaN without any operator having given it, in the summed gradients of named parameters.
-
-    torch's anomaly mode looks for NaN after each operator; an infinity alone passes it, and becomes NaN in clipping or a
-    later step, where nobody knows any more where it came from.
-
-    Raises:
-        AnomalyError: with the names of the parameters.
-    """
-    values = ((name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients)
-    found = {name: gradient for name, gradient in values if not gradient.isfinite().all()}
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        kind = "NaN" if any(gradient.isnan().any() for gradient in found.values()) else "infinite"
-        raise AnomalyError(
-            f"detect_anomaly: {kind} in the summed gradients of {', '.join(list(found)[:_SHOWN])}{more} ({place}), though no "
-            f"operator of the backward gave NaN: look for what overflows there, or for a hook that changes them"
-        )
 
 
 def parameters_behind(module: nn.Module, roots: Sequence[Tensor | Node], operator: str) -> list[str]:

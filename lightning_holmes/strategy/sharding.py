@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, flattened, step_seconds, test_separability
+from lightning_holmes.optim.param_gather import can_gather_lazily
+from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.admission import code_of, overridden_hooks, users_callbacks
-from lightning_holmes.strategy.gradients import Gradients
 
 _GRADIENT_HOOKS = (
     "on_after_backward",
@@ -129,7 +130,7 @@ def shard_optimizer(
     found: Separability,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
-    gradients: Gradients,
+    reducer: GradientReducer,
     trainer: "pl.Trainer",
     *,
     data_parallel_size: int,
@@ -162,7 +163,7 @@ def shard_optimizer(
     if refusal:
         choice = ShardingChoice(on=False, reason=refusal)
     elif not asked:
-        choice = _choose(found, optimizer, names, gradients, device, bool(readers), data_parallel_size, gather)
+        choice = _choose(found, optimizer, names, reducer, device, bool(readers), data_parallel_size, gather)
     seeing_groups = [name for name, code in readers if _reads_group_params(code)]
     if choice.on and seeing_groups:
         if not asked:
@@ -173,15 +174,22 @@ def shard_optimizer(
         )
     if not choice.on:
         return None, choice
-    gradients.lay_out()
-    shards = gradients.shard(
+    reducer.lay_out()
+    groups = reducer.groups
+    shards = ShardedOptimizer(
         optimizer,
         names,
+        reducer.buffer,
+        None if groups.gradients is None else groups.gradients.whole,
         found,
+        reducer.queue,
+        replicas=groups.data_parallel,
+        gather=reducer.gather,
         whole_gradients=bool(readers),
+        lazily=can_gather_lazily(module),
         master_weights=master_weights,
-        plugin=trainer.precision_plugin,
     )
+    shards.watch(module)
     reason = choice.reason
     if found.level == "parameters":
         reason += f"; by whole parameters, since {found.reason}"
@@ -251,7 +259,7 @@ def _choose(
     found: Separability,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
-    gradients: Gradients,
+    reducer: GradientReducer,
     device: torch.device,
     whole_gradients: bool,
     data_parallel_size: int,
@@ -265,8 +273,8 @@ def _choose(
     facts: list[ShardingFacts] = gather(known)
     if not needs_times(facts):
         return choose_sharding(facts)
-    gradients.lay_out()
-    sum_s, scatter_s, gather_s = gradients.measure_sharing()
+    reducer.lay_out()
+    sum_s, scatter_s, gather_s = reducer.measure_sharing()
     dtype = parameters[0].dtype if parameters else torch.float32
     step_s = num_elements * step_seconds(optimizer, dtype, device)
     reduce_s = sum_s if whole_gradients or found.level == "parameters" else scatter_s

@@ -80,11 +80,11 @@ class SteppingStrategy(CheckpointingStrategy):
             self._clock.begin_step(step)
         if self._shards is not None and self._parameter_groups is not None:
             self._parameter_groups.names_of(self._shards.optimizer)  # of groups added since, before they are sharded
-        self._gradients.begin(last=not self._accumulating)
+        self._gradients.reducer.begin(last=not self._accumulating)
         result = self._run(
             "training_step", batch, arguments, self._plan.num_microbatches, (0, step), self._start_loss_scales
         )
-        self._gradients.end()
+        self._gradients.reducer.end()
         if self._trial is not None:
             self._plan = self._trial.after_batch(self._plan)
         output = result.output
@@ -94,7 +94,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float]]:
         assert self._gradients is not None
-        return self._gradients.start_loss_scales(weights, self._trainer.accumulate_grad_batches)
+        reducer, host = self._gradients.reducer, self._gradients.host
+        return reducer.start_loss_scales(weights, self._trainer.accumulate_grad_batches, host.loss_factor)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("validation_step", *args, *kwargs.values())
@@ -138,7 +139,7 @@ class SteppingStrategy(CheckpointingStrategy):
             replica=self.data_parallel_rank,
             context=functools.partial(self._step_context, step_name),
             loss_scales=loss_scales,
-            exchange=self._gradients,
+            exchange=None if self._gradients is None else self._gradients.exchange,
             observer=UNOBSERVED if loss_scales is None else self._observer(),
         )
         result = self._driver.run(request)
@@ -182,10 +183,12 @@ class SteppingStrategy(CheckpointingStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._explaining(self._replicas), nullcontext() if self._clock is None else self._clock.noting("reduce"):
-            self._gradients.hand_over(last=not self._accumulating)
+            self._gradients.reducer.finish(last=not self._accumulating)
+            self._gradients.host.take_gradients(last=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
-        self._gradients.absorb()
+        if not self._accumulating:
+            self._gradients.host.absorb()
         return closure_loss
 
     def optimizer_step(
@@ -219,7 +222,7 @@ class SteppingStrategy(CheckpointingStrategy):
         rank = 0 if self._groups is None else self._groups.pipeline_rank
         self._clock = StepClock(self.root_device, rank)
         if self._gradients is not None:
-            self._gradients.watch(self._clock.add_beside)
+            self._gradients.reducer.watch(self._clock.add_beside)
         return self._clock
 
     def _noting_wait(self) -> AbstractContextManager[None]:
@@ -229,7 +232,7 @@ class SteppingStrategy(CheckpointingStrategy):
         """Note nothing any more."""
         self._clock = None
         if self._gradients is not None:
-            self._gradients.watch(None)
+            self._gradients.reducer.watch(None)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

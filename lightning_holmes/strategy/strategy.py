@@ -32,6 +32,8 @@ from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability
+from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -41,13 +43,14 @@ from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.strategy import admission, agreement, sharding
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.averaging import WeightAverages
+from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.gradients import Gradients
+from lightning_holmes.strategy.gradients import make_gradients
 from lightning_holmes.strategy.options import Options, ProfileKind
 from lightning_holmes.strategy.planning import PlanningStrategy
 from lightning_holmes.strategy.split_trial import SplitTrial
@@ -309,19 +312,20 @@ class HolmesStrategy(PlanningStrategy):
         )
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
-        self._gradients = Gradients(
+        self._gradients = make_gradients(
             self._pipeline,
             self._groups,
             self._plan,
             self.root_device,
             scaler=getattr(self.precision_plugin, "scaler", None),
+            shard=lambda reducer: self._shard_optimizer(trainer, separability, reducer),
             options=self._options.gradient_options,
             board=self._make_board(),
             flat=self._options.sharding_options.master_weights,
         )
+        self._shards = self._gradients.host.shards
         self._changes.callback(self._gradients.close)
-        self._gradients.take_over_clipping(self.precision_plugin)
-        self._shard_optimizer(trainer, separability)
+        self._changes.enter_context(clipping(self.precision_plugin, self._gradients.host))
 
     def _follow_trainer(self, trainer: "pl.Trainer") -> None:
         """What keeps metrics, signals, the module's own state and random numbers alike while the run lasts."""
@@ -341,21 +345,22 @@ class HolmesStrategy(PlanningStrategy):
         agreement.share_random_state(self._groups)
         self._state.watch()
 
-    def _shard_optimizer(self, trainer: "pl.Trainer", found: Separability | None) -> None:
+    def _shard_optimizer(
+        self, trainer: "pl.Trainer", found: Separability | None, reducer: GradientReducer
+    ) -> ShardedOptimizer | None:
         """Shard the optimizer over the replicas, if that is asked for or better."""
-        self._shards = None
         if found is None:
-            return
-        assert self._gradients is not None and self._pipeline is not None and self._parameter_groups is not None
+            return None
+        assert self._pipeline is not None and self._parameter_groups is not None
         assert self._job is not None
         optimizer = self.optimizers[0]
         local = self._pipeline.local_parameters
-        self._shards, choice = sharding.shard_optimizer(
+        shards, choice = sharding.shard_optimizer(
             self._options.sharding_options,
             found,
             optimizer,
             [[n for n in names if n in local] for names in self._parameter_groups.names_of(optimizer)],
-            self._gradients,
+            reducer,
             trainer,
             data_parallel_size=self.data_parallel_size,
             device=self.root_device,
@@ -363,6 +368,7 @@ class HolmesStrategy(PlanningStrategy):
         )
         if self.is_global_zero:
             print(choice.describe(), flush=True)
+        return shards
 
     def _make_board(self) -> SyncBoard | None:
         """Where groups of replicas tell rank 0 how they sum their gradients."""
@@ -375,7 +381,7 @@ class HolmesStrategy(PlanningStrategy):
     @property
     def gradient_sync_choices(self) -> list[SyncChoice]:
         """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
-        return [] if self._gradients is None else list(self._gradients.choices)
+        return [] if self._gradients is None else list(self._gradients.reducer.choices)
 
     def _show_whole_module_to_callbacks(self, trainer: "pl.Trainer") -> None:
         """Let averages of weights and norms of gradients cover all stages."""
@@ -401,7 +407,7 @@ class HolmesStrategy(PlanningStrategy):
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
         assert self._gradients is not None
-        return self._gradients.norm(parameters)
+        return self._gradients.host.norm(parameters)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
@@ -433,8 +439,8 @@ class HolmesStrategy(PlanningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.ends_together:
             return  # no rank has failed, and callbacks may save
-        if self._shards is not None:
-            self._shards.abandon()
+        if self._gradients is not None:
+            self._gradients.host.abandon()
         self._saved_weights = None
         if self._connection is not None:
             self._connection.report(exception, self._explaining)

@@ -1,0 +1,260 @@
+"""GradientReducer: a rank's gradients over a window of accumulated batches, gathered over microbatches and reduced.
+
+It owns the buckets, the collectives that sum them and the choice among these. When a stage is reduced is the schedule's
+business (exchange.py), and what becomes of reduced gradients is host.py's.
+
+    reducer.begin(last=True)                # before a batch's microbatches; last: of an accumulation window
+    ...                                     # backwards; last_backward(stage), reduce(stage) for each stage
+    reducer.end()                           # after them; p.grad is empty now
+    reducer.finish(last=True)               # gradients are fully reduced
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.mesh import ProcessGroups, join_shared
+from lightning_holmes.comm.queue import OnRun, make_comm_queue
+from lightning_holmes.comm.sync_board import SyncBoard
+from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES, GradBuffer
+from lightning_holmes.optim.grad_sync import GradSync
+from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
+from lightning_holmes.optim.replicated import check_replicated
+from lightning_holmes.optim.sync_chooser import SyncChooser
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.sync_choice import SyncChoice
+
+_SHARING_TRIALS, _SHARING_BYTES = 3, 4 * 2**20
+_SHARING_BUDGET_S = 0.5  # no further trial after so many seconds
+_LOOK_EVERY = 20  # windows between two looks at what other groups have changed
+
+
+class GradientReducer:
+    """The gradients of one rank's parameters. All ranks make one, since it makes groups.
+
+    Args:
+        parameters: by name, in the order in which the backward finishes them.
+        stages: this rank's.
+        stages_of: of each parameter, those of this rank's stages that read it; where it has no entry, all of them.
+        shared: parameters that several pipeline ranks hold: the ranks, and the names in the same order on all.
+        board: where groups tell how they sum; None where there are no replicas.
+        flat: keep flat buffers even where nothing is reduced.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: ProcessGroups,
+        placement: Placement,
+        device: torch.device,
+        *,
+        stages: Sequence[int],
+        stages_of: Mapping[str, Collection[int]],
+        shared: Mapping[tuple[int, ...], Sequence[str]],
+        options: GradientOptions | None = None,
+        board: SyncBoard | None = None,
+        flat: bool = False,
+    ) -> None:
+        options = options or GradientOptions()
+        self.groups = groups
+        self._device = device
+        self._board = board
+        self._stages = tuple(stages)
+        # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
+        reduced = placement.data_parallel_size > 1 or bool(shared)
+        split = any(map(dtensor.is_dtensor, parameters.values()))
+        self.buffer = GradBuffer(
+            parameters,
+            flat=flat or reduced or split or (low and placement.world_size > 1) or options.grad_dtype != "fp32",
+            data_parallel_size=placement.data_parallel_size,
+            bucket_bytes=DEFAULT_BUCKET_BYTES if options.bucket_bytes == "auto" else options.bucket_bytes,
+            grad_dtype=GRAD_DTYPES[options.grad_dtype],
+            apart={name: ranks for ranks, names in shared.items() for name in names},
+            stage_of={name: min(reading) for name, reading in stages_of.items() if reading},
+        )
+        self.queue = make_comm_queue(device)
+        sync_groups = groups.gradients
+        self._sync = GradSync(
+            self.buffer,
+            None,
+            None if sync_groups is None else sync_groups.whole,
+            self.queue,
+            replicas=groups.data_parallel,
+            shared_groups=join_shared(groups, placement, list(shared)),
+            stages_of=stages_of,
+            stages=self._stages,
+        )
+        self._chooser = None
+        self._compresses = options.compression is not None
+        if sync_groups is not None:
+            self._chooser = SyncChooser(
+                self.buffer,
+                self._sync,
+                sync_groups,
+                self.queue,
+                stages=self._stages,
+                collective=options.gradient_sync,
+                compression=options.compression,
+                powersgd_rank=options.powersgd_rank,
+                sizes_buckets=options.bucket_bytes == "auto",
+            )
+        self._copies_checked = groups.tensor_parallel is None
+        self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
+        self._windows = 0
+        self.is_last = False
+        """Whether the batch that was begun last ends a window."""
+        self.on_laid_out: Callable[[], None] | None = None
+        """Called in each :meth:`begin`, when the buckets are what they will be in this batch."""
+        self.choices: list[SyncChoice] = []
+        """On rank 0: how each group sums its gradients, and what has changed since, in the order in which it was told."""
+
+    # a batch
+
+    def begin(self, *, last: bool) -> None:
+        """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window."""
+        anew = not self.buffer.is_open
+        if self._chooser is not None:
+            self._chooser.before_window()
+        self.buffer.begin()
+        if self.on_laid_out is not None:
+            self.on_laid_out()
+        if anew and self._chooser is not None:
+            choice = self._chooser.in_empty_window(self._windows)
+            if choice is not None and self._board is not None and self._is_first_member:
+                self._board.post(self._group_name, choice)
+        self.is_last = last
+        self._unreduced = set(self._stages)
+        self._sync.open(last=last and self._copies_checked)
+
+    def end(self) -> None:
+        """Take the gradients out of reach of ``zero_grad``, which Lightning calls between a step and its backward."""
+        self.buffer.end()
+
+    def last_backward(self, stage: int) -> None:
+        """The last backward of the batch through ``stage`` begins: buckets that it fills are reduced while it goes on."""
+        self._sync.last_backward(stage)
+
+    def reduce(self, stage: int) -> None:
+        """It has ended. After the last one of this rank's stages everything that is left is reduced."""
+        self._sync.backwards_done(stage)
+        self._unreduced.discard(stage)
+        if not self._unreduced and self.is_last and self._copies_checked:
+            self._sync.start_grad_sync()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Gather a gradient that ``torch.autograd.grad`` has returned, and say that it has passed."""
+        self.buffer.add(name, gradient)
+
+    def start_loss_scales(
+        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float]
+    ) -> Callable[[], list[float]]:
+        """Each microbatch's share of the mean over all samples of a batch, all replicas and ``accumulated`` batches, times
+        ``factor()``.
+
+        The ranks of the last stage call, all together; what is returned waits for the other replicas.
+        """
+        total = self._sync.start_sum_over_replicas(sum(weights), self._device)
+
+        def finish() -> list[float]:
+            samples = total()
+            if samples == 0:
+                return [0.0 for _ in weights]
+            scale = factor()
+            return [weight / samples / accumulated * scale for weight in weights]
+
+        return finish
+
+    def finish(self, *, last: bool) -> None:
+        """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""
+        if not self._copies_checked:
+            self._copies_checked = True
+            check_replicated(self.buffer, self.groups.tensor_parallel, self._device)
+            if last:
+                self._sync.start_grad_sync()
+        if last:
+            self._sync.finish_grad_sync()
+            self._windows += 1
+            self._look_at_board()
+
+    # what a sharded optimizer asks for
+
+    def lay_out(self) -> None:
+        """Lay the buckets out now, before the first batch; all ranks must call."""
+        self.begin(last=False)
+        self.end()
+        self.buffer.seal()
+        self.buffer.assign_grads(last=True)
+
+    def reduce_shares(self) -> None:
+        """From now on each replica gets the sums of its share of a bucket only."""
+        self._sync.shares = self.groups.gradients is not None
+
+    def gather(self, tensor: Tensor) -> None:
+        """Bring every replica's share of a flat tensor to all; in the queue, all replicas."""
+        assert self._sync.collective is not None
+        self._sync.collective.gather(tensor)
+
+    def measure_sharing(self) -> tuple[float, float, float]:
+        """Seconds of summing all buckets, of summing each replica's share, and of gathering as much; the slowest
+        replica's. After :meth:`lay_out`; buckets hold zeros. All ranks must call."""
+        collective, sync_groups = self._sync.collective, self.groups.gradients
+        buckets = self.buffer.buckets
+        if collective is None or sync_groups is None or not buckets:
+            return 0.0, 0.0, 0.0
+        tensor = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
+        if not self._compresses:  # what compresses knows whole buckets only
+            most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
+            tensor = tensor[: most * self.buffer.data_parallel_size]
+        agreed, group = torch.full((4,), math.inf, device=self._device), sync_groups.whole
+        began = time.perf_counter()
+        for _ in range(_SHARING_TRIALS):
+            for place, function in enumerate((collective.sum, collective.scatter, collective.gather)):
+                work = self.queue.start(functools.partial(function, tensor))
+                work.wait()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                agreed[place] = min(float(agreed[place]), work.seconds() or 0.0)
+            agreed[3] = time.perf_counter() - began
+            self.queue.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
+            if float(agreed[3]) > _SHARING_BUDGET_S:
+                break
+        agreed *= sum(bucket.buffer.numel() for bucket in buckets) / max(1, tensor.numel())
+        sum_s, scatter_s, gather_s, _ = agreed.tolist()
+        return sum_s, scatter_s, gather_s
+
+    # what is told
+
+    @property
+    def _is_first_member(self) -> bool:
+        return self.groups.data_parallel_rank == 0 and self.groups.tensor_parallel_rank == 0
+
+    @property
+    def _group_name(self) -> str:
+        return str(self.groups.pipeline_rank)
+
+    def _look_at_board(self) -> None:
+        board = self._board
+        if board is None or self.groups.builder.rank != 0:
+            return
+        if board.is_complete and self._windows % _LOOK_EVERY:
+            return
+        for choice in board.read():
+            self.choices.append(choice)
+            when = f"Before batch {choice.step}: " if choice.step else ""
+            print(f"{when}{choice.describe()}", flush=True)
+
+    def watch(self, on_run: OnRun | None) -> None:
+        """Tell when each bucket's gradients were summed, and its parameters gathered, as CommQueue.on_run says."""
+        self.queue.on_run = on_run
+
+    def close(self) -> None:
+        """Let go of buffers, hooks and the queue."""
+        self.buffer.close()
+        self.queue.close()

@@ -1,0 +1,44 @@
+"""Lightning's clipping, and what surrounds the hooks between backward and step, where the optimizer's host knows more.
+
+with clipping(trainer.precision_plugin, host): ...
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from torch.optim import Optimizer
+
+from lightning_holmes.optim.host import OptimizerHost, ShardedHost
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+
+@contextmanager
+def clipping(plugin: Any, host: OptimizerHost) -> Iterator[None]:
+    """Inside, ``plugin`` clips by the norm over all stages, and hooks between backward and step see whole gradients where
+    they read them, and change them."""
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        host.clip_by_norm(plugin.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        host.clip_by_value(plugin.main_params(optimizer), clip_val)
+
+    with Replacements() as run:
+        run.replace(plugin, clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
+        if isinstance(host, ShardedHost):
+            run.replace(plugin, _after_closure=_with_whole_gradients(plugin, host))
+        yield
+
+
+def _with_whole_gradients(plugin: Any, host: ShardedHost) -> Callable[[Any, Any], None]:
+    own, scaler = plugin._after_closure, getattr(plugin, "scaler", None)
+
+    def after_closure(model: Any, optimizer: Any) -> None:
+        if scaler is not None and not _optimizer_handles_unscaling(optimizer):  # it has unscaled the pieces here
+            host.unscaled(1.0 / scaler.get_scale())
+        own(model, optimizer)
+        host.absorb()
+
+    return after_closure

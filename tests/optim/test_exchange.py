@@ -1,0 +1,182 @@
+"""One rank's exchange, reducer and host against plain accumulation and torch's own clipping. Replicas: tests/parity."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.errors import AnomalyError
+from lightning_holmes.optim.elementwise import test_separability as separability_of
+from lightning_holmes.optim.exchange import Replicated, ShardedStates
+from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.host import LocalHost, ShardedHost
+from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.plan.placement import Placement
+
+CPU = torch.device("cpu")
+ALONE = ProcessGroups(
+    pipeline_rank=0,
+    data_parallel_rank=0,
+    pipeline=None,
+    data_parallel=None,
+    p2p=None,
+    builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+)
+STAGES = {"0": 0, "2": 1}  # of a module of two layers with something between
+
+
+class Rank:
+    """A module whose two layers are two stages of one rank."""
+
+    def __init__(self, *, flat: bool, master_weights: bool = False, scaler: Any = None) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+        self.plain = copy.deepcopy(self.module)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        named = dict(reversed(list(self.module.named_parameters())))
+        self.reducer = GradientReducer(
+            named,
+            ALONE,
+            Placement(((0,),)),
+            CPU,
+            stages=(0, 1),
+            stages_of={name: {STAGES[name.split(".")[0]]} for name in named},
+            shared={},
+            flat=flat,
+        )
+        about: dict[str, Any] = {"is_owner": lambda name: True, "scaler": scaler, "place": "stage 0, 1"}
+        self.shards: ShardedOptimizer | None = None
+        if master_weights:
+            self.reducer.lay_out()
+            self.shards = ShardedOptimizer(
+                self.optimizer,
+                [list(dict(self.module.named_parameters()))],
+                self.reducer.buffer,
+                None,
+                separability_of(self.optimizer, CPU),
+                self.reducer.queue,
+                replicas=None,
+                gather=self.reducer.gather,
+                whole_gradients=False,
+                lazily=True,
+                master_weights=True,
+            )
+            self.exchange: Replicated = ShardedStates(self.reducer, self.shards)
+            self.host: LocalHost = ShardedHost(self.shards, self.reducer.buffer, ALONE, CPU, **about)
+        else:
+            self.exchange = Replicated(self.reducer)
+            self.host = LocalHost(self.reducer.buffer, ALONE, CPU, **about)
+
+    def batch(self, x: Tensor, *, last: bool, microbatches: int = 3, scale: float = 1.0) -> None:
+        """As a step by GPipe would: forwards, then the backwards of both stages with what the schedule says between."""
+        self.reducer.begin(last=last)
+        finish = self.reducer.start_loss_scales([1.0] * microbatches, 1, self.host.loss_factor)
+        hidden = [self.module[:2](part) for part in x.chunk(microbatches)]
+        cut = [h.detach().requires_grad_() for h in hidden]
+        for number, (h, loss_scale) in enumerate(zip(cut, finish(), strict=True)):
+            if number == microbatches - 1:
+                self.exchange.last_backward(1)
+            (self.module[2](h).square().mean() * loss_scale * scale).backward()
+        self.exchange.reduce(1)
+        for number, (h, out) in enumerate(zip(cut, hidden, strict=True)):
+            if number == microbatches - 1:
+                self.exchange.last_backward(0)
+            out.backward(h.grad)
+        self.exchange.reduce(0)
+        self.reducer.end()
+        self.module.zero_grad()  # as Lightning does between a step and its backward
+        self.reducer.finish(last=last)
+        self.host.take_gradients(last=last)
+        (self.plain(x).square().mean() * scale).backward()
+
+    def same_gradients(self) -> None:
+        for mine, theirs in zip(self.module.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+    def close(self) -> None:
+        self.host.close()
+        self.reducer.close()
+
+
+@pytest.fixture(params=["autograd's", "flat"])
+def rank(request: pytest.FixtureRequest) -> Any:
+    made = Rank(flat=request.param == "flat")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_replica_adds_its_microbatches_and_its_batches(rank: Rank, microbatches: int) -> None:
+    rank.batch(torch.randn(6, 3), last=False, microbatches=microbatches)
+    rank.batch(torch.randn(6, 3), last=True, microbatches=microbatches)
+    rank.same_gradients()
+    rank.module.zero_grad()
+    rank.plain.zero_grad()
+    rank.batch(torch.randn(6, 3), last=True, microbatches=microbatches)  # the next window starts from zero
+    rank.same_gradients()
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_clipping_is_torchs(rank: Rank, limit: float) -> None:
+    rank.batch(torch.randn(6, 3), last=True)
+    theirs = list(rank.plain.parameters())
+    expected = torch.nn.utils.clip_grad_norm_(theirs, limit)
+    torch.testing.assert_close(rank.host.norm(rank.module.parameters()), expected)
+    rank.host.clip_by_norm(rank.module.parameters(), limit)
+    rank.same_gradients()
+    torch.nn.utils.clip_grad_value_(theirs, limit / 100)
+    rank.host.clip_by_value(rank.module.parameters(), limit / 100)
+    rank.same_gradients()
+
+
+def test_a_norm_counts_only_what_this_rank_owns() -> None:
+    rank = Rank(flat=True)
+    rank.batch(torch.randn(6, 3), last=True)
+    host = LocalHost(rank.reducer.buffer, ALONE, CPU, is_owner=lambda name: name == "2.bias", scaler=None, place="")
+    torch.testing.assert_close(host.norm(rank.module.parameters()), rank.plain[2].bias.grad.norm())
+    rank.close()
+
+
+def test_the_sharded_host_steps_pieces_and_gives_the_same_weights() -> None:
+    rank = Rank(flat=True, master_weights=True)
+    plain = torch.optim.SGD(rank.plain.parameters(), lr=0.1)
+    for _ in range(3):
+        rank.batch(torch.randn(6, 3), last=True)
+        assert all(parameter.grad is None for parameter in rank.module.parameters()), "pieces have the gradients"
+        expected = torch.nn.utils.clip_grad_norm_(rank.plain.parameters(), 0.05)
+        torch.testing.assert_close(rank.host.norm(rank.module.parameters()), expected)
+        rank.host.clip_by_norm([], 0.05)
+        rank.optimizer.step()
+        plain.step()
+        plain.zero_grad()
+    rank.host.settle()
+    for mine, theirs in zip(rank.module.parameters(), rank.plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach())
+    rank.close()
+
+
+def test_what_overflows_is_named_under_detect_anomaly(rank: Rank) -> None:
+    with (
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        pytest.raises(AnomalyError, match=r"2\.weight.*stage 0, 1"),
+    ):
+        rank.batch(torch.full((6, 3), 1.0), last=True, scale=float("inf"))
+
+
+def test_buckets_end_where_stages_end() -> None:
+    rank = Rank(flat=True)
+    rank.reducer.lay_out()
+    assert [set(bucket.names) for bucket in rank.reducer.buffer.buckets] == [
+        {"2.bias", "2.weight"},
+        {"0.bias", "0.weight"},
+    ]
+    rank.close()
+    whole = GradBuffer(dict(rank.module.named_parameters()), flat=True)
+    whole.begin()
+    assert len(whole.buckets) == 1, "without stages they share one"
+    whole.close()
