@@ -1,22 +1,16 @@
-"""What tests/benchmarks/test_checkpoint.py times, in four processes, and the writer that it kills."""
+"""What tests/benchmarks/test_checkpoint.py times, in four processes."""
 
-import io
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 
 from lightning_holmes.checkpoint import CheckpointManager, Job
 from lightning_holmes.checkpoint.atomic import sync_file
-from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import FolderStateDict
-from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.saving import FolderSave
 
 STATE_BYTES = 1_000_000_000
 TENSORS = 16
@@ -83,27 +77,3 @@ def throughput(folder: str) -> dict[str, list[float]]:
             dist.barrier()
     dist.destroy_process_group()
     return found
-
-
-def write_for_ever(folder: Path, first: int) -> None:
-    """Save ``last.ckpt`` again and again; each save's values are all its number. Ends when killed."""
-    torch.set_num_threads(1)
-    number = first
-    while True:
-        FolderSave(
-            target=folder / "last.ckpt",
-            token=f"{number:08x}",
-            file_systems=FileSystems(of_rank=(0,)),
-            values={("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
-            order=[f"w{i}" for i in range(20)],
-            num_optimizers=0,
-            rest=_rest(number),
-            plan="",
-        ).run(Meeting(None, 0, 1, "kill", timedelta(seconds=5)))
-        number += 1
-
-
-def _rest(number: int) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"global_step": number, "epoch": 0, "pytorch-lightning_version": lightning.__version__}, buffer)
-    return buffer.getvalue()

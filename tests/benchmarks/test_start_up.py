@@ -31,7 +31,8 @@ def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_w
         seconds.append(run_recipe(tmp_path)[0])
         limit = max(WITHIN_S, OF_DDP * statistics.median(others))
     shown = ", ".join(f"{s:.1f}" for s in seconds)
-    print(f"\nstart-up of recipes/gpt_tiny on 4 processes: {shown} s to the first step (under {limit:.1f})")
+    print(f"\nstart-up of recipes/gpt_tiny on 4 processes: {shown} s to the first step")
+    print(f"judged by the best of all, under {WITHIN_S:.0f} s, or by their median, under {limit:.1f} s")
     if others:
         print(f"the same with Lightning's DDP: {', '.join(f'{s:.1f}' for s in others)} s")
     number, reached = next(((n, s) for n, loss, s in losses if loss < 2.6), (0, 0.0))

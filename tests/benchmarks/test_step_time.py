@@ -3,7 +3,7 @@
     python -m pytest tests/benchmarks -m benchmark -n 0 -s
 
 The two sides run in turn in the same processes. What else runs on the machine only adds to a step, so each side
-is judged by the tenth percentile of its steps; a measurement over the limit is repeated, at most four times.
+is judged by the tenth percentile of its steps, and a ratio by the best of five attempts, which are all printed.
 """
 
 import statistics
@@ -43,28 +43,28 @@ def measure(
     run: Callable[[], dict[str, list[float]]],
     judged: Callable[[list[float]], float] = undisturbed,
 ) -> float:
-    """The smallest ratio of the attempts that were needed; prints each."""
+    """The smallest ratio of all attempts; prints each."""
     ratios = []
     for _ in range(ATTEMPTS):
         times = run()
         ratios.append(judged(times["holmes"]) / judged(times[yardstick]))
-        print(f"\n{title}: ratio {ratios[-1]:.3f} (at most {limit})")
+        print(f"\n{title}: ratio {ratios[-1]:.3f}")
         for name, steps in times.items():
             low, middle = 1e3 * undisturbed(steps), 1e3 * statistics.median(steps)
             print(f"  {name:8s} {low:.1f} ms a step (tenth percentile), {middle:.1f} ms (median of {len(steps)})")
-        if ratios[-1] <= limit:
-            break
+    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"{title}: best of {ATTEMPTS} {min(ratios):.3f} (at most {limit:.3f}), of {shown}")
     return min(ratios)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_one_process_costs_at_most_three_percent_over_plain_lightning() -> None:
     options = {"rounds": 8, "hidden_size": 256, "num_layers": 4, "batch_size": 4, "steps": 12}
     run = in_turn(1, "one_process", 0, options)
     assert measure("one process, HolmesStrategy against plain Lightning", "plain", 1.03, run) <= 1.03
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_two_stages_cost_at_most_five_percent_over_a_bare_1f1b_loop() -> None:
     options: dict[str, Any] = {
         "rounds": 6,
@@ -78,7 +78,7 @@ def test_two_stages_cost_at_most_five_percent_over_a_bare_1f1b_loop() -> None:
     assert measure("two stages, HolmesStrategy against a bare loop over torch's 1F1B", "bare", 1.05, run) <= 1.05
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_replicas_are_as_fast_as_ddp() -> None:
     options = {"rounds": 6, "hidden_size": 256, "num_layers": 4, "batch_size": 4, "steps": 12}
     run = in_turn(2, "two_replicas", 0, options)
@@ -86,7 +86,7 @@ def test_replicas_are_as_fast_as_ddp() -> None:
     assert measure("two replicas, HolmesStrategy against DDP", "ddp", limit, run, statistics.median) <= limit
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_monitoring_costs_at_most_two_percent() -> None:
     options = {"hidden_size": 128, "num_layers": 4, "batch_size": 8, "steps": 84, "num_microbatches": 4}
     run = in_turn(2, "monitored_in_turn", 0, options)

@@ -25,7 +25,7 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
-    pytest.mark.xdist_group("testbed_training"),
+    pytest.mark.xdist_group("testbed_faults"),
     pytest.mark.timeout(280),
 ]
 WORKER = Path(__file__).with_name("fault_worker.py")

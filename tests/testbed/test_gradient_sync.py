@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -53,9 +54,8 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
         watching.join()
     found = json.loads((tmp_path / "rank0.json").read_text())
     first, *later = found["choices"]
-    marks = found["marks_s"]
-    steps = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-    print(f"\nslowed at step {slowed}; {[round(s) for s in steps]} ms a step")
+    sent = [after - before for before, after in itertools.pairwise(found["sent"])]
+    print(f"\nslowed at step {slowed}; {sent} bytes over Ethernet a step")
     for choice in found["choices"]:
         print(choice)
     assert first["step"] == 0 and first["collective"] != "hierarchical" and len(first["seconds"]) == 4
@@ -63,5 +63,6 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
     changed = later[-1]
     assert changed["collective"] == "hierarchical" and "instead of" in " ".join(c["reason"] for c in later)
     assert changed["step"] >= int(slowed[0]) + DRIFT_STEPS - 1
-    before, after = steps[changed["step"] - 12 : changed["step"] - 2], steps[changed["step"] + 1 :]
-    assert sum(after) / len(after) < 0.8 * sum(before) / len(before)
+    # a ring of four sends three quarters of the gradients twice; across two clusters, half of them once suffices
+    before, after = sent[3 : int(slowed[0]) - 2], sent[changed["step"] + 1 : -1]
+    assert statistics.median(after) < 0.5 * statistics.median(before)

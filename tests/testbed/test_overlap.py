@@ -1,4 +1,7 @@
-"""Transfers run beside computing, on hosts that have less than half a core: gloo's own thread moves the bytes."""
+"""Transfers run beside computing, on hosts that have less than half a core: gloo's own thread moves the bytes.
+
+What is received is checked by tests/comm/test_p2p.py; here only seconds are.
+"""
 
 import json
 import sys
@@ -10,6 +13,7 @@ from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 
 pytestmark = [
+    pytest.mark.benchmark,
     pytest.mark.usefixtures("testbed_works"),
     pytest.mark.xdist_group("testbed_training"),
     pytest.mark.timeout(240),
@@ -20,12 +24,12 @@ RATE, NUM_BYTES, SECONDS = 12.5e6, 10_000_000, 2.0  # 100 Mbit/s: 0.8 s for the 
 def mistakes(sender: dict[str, float], receiver: dict[str, float]) -> list[str]:
     """What is not as it should be in one measurement."""
     transfer = NUM_BYTES / RATE
-    starts = max(sender["ahead_started"], sender["behind_started"], receiver["ahead_started"])
+    starts = max(sender["ahead_started"], sender["after_started"], receiver["ahead_started"])
     slowed = max(1 - found["ahead_rate"] / found["alone"] for found in (sender, receiver))
     right = {
         "a receive posted ahead is waited for": receiver["ahead_waited"] < 0.25 * transfer,
         "to start a transfer takes long": starts < 0.25 * transfer,
-        "something moved before both ends were there": receiver["behind_waited"] > 0.75 * transfer,
+        "something moved before both ends were there": receiver["after_waited"] > 0.75 * transfer,
         "a host computes more slowly while bytes move": slowed < 0.3,
     }
     return [what for what, is_right in right.items() if not is_right]
@@ -35,15 +39,15 @@ def test_a_transfer_hides_behind_computing_if_its_receive_is_posted_ahead_and_on
     nic = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=RATE)
     clusters = tuple(Cluster(name=n, hosts=(Host(name=n, devices=1, nics=(nic,)),)) for n in ("east", "west"))
     command = [sys.executable, str(Path(__file__).with_name("overlap_worker.py")), str(NUM_BYTES), str(SECONDS)]
+    wrong: list[list[str]] = []
     with Testbed(Topology(clusters=clusters), TestbedOptions(cpu_share=0.45)) as bed:
-        for _ in range(3):  # other work that begins or ends within a measurement spoils it
+        for attempt in range(3):  # other work that begins or ends within a measurement spoils it
             results = bed.run(command, timeout_s=75, check=True)
             sender, receiver = (
                 json.loads(next(line for line in r.output.splitlines() if line.startswith("{")))
                 for r in results.values()
             )
-            print(sender, receiver)
-            wrong = mistakes(sender, receiver)
-            if not wrong:
-                break
-    assert not wrong, (sender, receiver)
+            wrong.append(mistakes(sender, receiver))
+            print(f"attempt {attempt + 1}: {sender} {receiver}; wrong: {wrong[-1]}")
+    print("judged by the best of three attempts")
+    assert not all(wrong), wrong

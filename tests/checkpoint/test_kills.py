@@ -1,0 +1,113 @@
+"""A writer that is killed in the middle of a save leaves the checkpoint before, whole."""
+
+import io
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from covering import EXHAUSTIVE
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.checkpoint import CheckpointManager, Job
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.finding import whole_checkpoints
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.saving import FolderSave
+
+KILLS = 50 if EXHAUSTIVE else 10
+"""While a save was under way; others are not counted."""
+
+
+class Tiny(pl.LightningModule):
+    """Has the values that the killed writer saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(20):
+            self.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(4000)))
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("first", self.w0[0])
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
+    """The writer is forked from this process, and killed at a random moment of a save; then the checkpoint is found by
+    ``ckpt_path="last"``, read whole, and the writer goes on from it. Each tenth time a Trainer does it."""
+    draw = random.Random(0)
+    good, first, interrupted = 0, 1, 0
+    manager = CheckpointManager(distributed=True, background=False)
+    while interrupted < KILLS:
+        before = set(tmp_path.glob(".saving-*"))
+        child = os.fork()
+        if child == 0:
+            try:
+                write_for_ever(tmp_path, first)
+            finally:
+                os._exit(1)
+        try:
+            while not (tmp_path / "last.ckpt").exists():
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0.0, 0.12))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        interrupted += len(set(tmp_path.glob(".saving-*")) - before) > 0
+        found = whole_checkpoints({str(tmp_path / "last.ckpt")}, tmp_path)
+        assert found == {str(tmp_path / "last.ckpt")}
+        loaded = manager.load(Job(), tmp_path / "last.ckpt", weights_only=None)
+        number = loaded["global_step"]
+        values = loaded["state_dict"].read_many(loaded["state_dict"])
+        assert number >= first - 1 and len(values) == 20
+        assert all(bool((value == number).all()) for value in values.values())
+        if good % 10 == 0:
+            assert first_value(tmp_path) == number
+        good += 1
+        first = number + 1
+    print(f"{good} kills, {interrupted} of them in the middle of a save, each followed by a good resume; {first} saves")
+
+
+def first_value(folder: Path) -> float:
+    """The first weight as a Trainer finds it by ``ckpt_path="last"``."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=HolmesStrategy(save_distributed_checkpoint=True),
+        callbacks=[ModelCheckpoint(folder, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer.validate(Tiny(), torch.ones(1, 1), ckpt_path="last", verbose=False)[0]["first"]
+
+
+def write_for_ever(folder: Path, first: int) -> None:
+    """Save ``last.ckpt`` again and again; each save's values are all its number. Ends when killed."""
+    torch.set_num_threads(1)
+    number = first
+    while True:
+        FolderSave(
+            target=folder / "last.ckpt",
+            token=f"{number:08x}",
+            file_systems=FileSystems(of_rank=(0,)),
+            values={("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
+            order=[f"w{i}" for i in range(20)],
+            num_optimizers=0,
+            rest=_rest(number),
+            plan="",
+        ).run(Meeting(None, 0, 1, "kill", timedelta(seconds=5)))
+        number += 1
+
+
+def _rest(number: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"global_step": number, "epoch": 0, "pytorch-lightning_version": lightning.__version__}, buffer)
+    return buffer.getvalue()
