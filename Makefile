@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 3
 
 # Kept for every command: no network calls, one thread a process (several processes share the cores).
 export OMP_NUM_THREADS := 1
@@ -15,10 +16,10 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint docs clean
+.PHONY: help install demo test bench exhaustive lint docs clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv and install the package with everything the other targets need
 
@@ -35,15 +36,15 @@ demo: install ## train a small GPT on 4 processes laid out as two clusters (abou
 	PYTHONWARNINGS=ignore::DeprecationWarning,ignore::FutureWarning TORCH_CPP_LOG_LEVEL=ERROR \
 		$(BIN)/lightning-holmes fit --config recipes/gpt_tiny/config.yaml
 
-# Tests that time something run by themselves, after the others. They are run even if the others
-# fail, and either failure counts; pytest's 5 ("no tests collected") does not count for the second.
-test: install ## run every test that CI runs
-	@rc=0; \
-	$(BIN)/python -m pytest -n 2 --dist=loadgroup -m 'not benchmark' || rc=$$?; \
-	bench=0; \
-	$(BIN)/python -m pytest -n 0 -s -m benchmark || bench=$$?; \
-	if [ $$bench -ne 0 ] && [ $$bench -ne 5 ]; then rc=$$bench; fi; \
-	exit $$rc
+# More workers than cores: processes that form a job wait for each other about half of the time.
+test: install ## run what every change must pass; large products of cases pairwise
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
+
+bench: install ## measure speeds and compare them with what is promised; alone on the machine, and no part of CI
+	$(BIN)/python -m pytest -n 0 -s -m benchmark
+
+exhaustive: install ## run every case of the large products (hours), and log each in runs/exhaustive.log
+	HOLMES_EXHAUSTIVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark' tests/parity tests/checkpoint tests/strategy
 
 lint: install ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

@@ -1,10 +1,13 @@
 """For all tests: generated cases are not judged by how long they take, since the cores are shared with other tests,
-and each test ends with the environment that it began with."""
+each test ends with the environment that it began with, and `make exhaustive` logs each case."""
 
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,3 +22,41 @@ def _environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+LONGEST = ("testbed_training", "testbed", "optimizers", "parity0", "parity1", "testbed_faults", "strategy_pipeline")
+"""Groups whose tests run one after the other, each for minutes: begun first, or all would wait for the last of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        group = item.get_closest_marker("xdist_group")
+        return LONGEST.index(group.args[0]) if group and group.args[0] in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
+class Log:
+    """Writes each test's name, result and seconds to runs/exhaustive.log as it ends, and a sum at the end."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.file = path.open("w", buffering=1)
+        self.began = time.monotonic()
+        self.counts: dict[str, int] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            seconds = dict(report.user_properties).get("fit_seconds", report.duration)
+            self.file.write(f"{report.nodeid}\t{report.outcome}\t{seconds:.2f}\n")
+            self.counts[report.outcome] = self.counts.get(report.outcome, 0) + 1
+
+    def pytest_sessionfinish(self) -> None:
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(self.counts.items()))
+        self.file.write(f"# {counts} in {time.monotonic() - self.began:.0f} s\n")
+        self.file.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if EXHAUSTIVE and not hasattr(config, "workerinput"):  # in the process that hears of every worker's tests
+        config.pluginmanager.register(Log(config.rootpath / "runs" / "exhaustive.log"))

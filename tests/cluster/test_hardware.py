@@ -221,6 +221,7 @@ def test_each_gpu_has_its_near_nic(machine: Machine) -> None:
     assert (gpu.index, gpu.name, gpu.numa_node) == (0, "NVIDIA H100", 1)
 
 
+@pytest.mark.benchmark
 def test_under_50_ms_on_a_large_host(machine: Machine) -> None:
     gids = [*roce_gids("10.9.0.3", "ens1"), *[(ZERO, None, None)] * 250]
     for index in range(8):
@@ -234,7 +235,8 @@ def test_under_50_ms_on_a_large_host(machine: Machine) -> None:
         start = time.perf_counter()
         assert len(probe_host(machine_root=str(machine.root)).rdma) == 8
         seconds.append(time.perf_counter() - start)
-    print(f"probe_host() with 8 RoCE cards, 8 GPUs and 200 bridges: {min(seconds) * 1e3:.1f} ms")
+    shown = ", ".join(f"{1e3 * s:.1f}" for s in seconds)
+    print(f"probe_host() with 8 RoCE cards, 8 GPUs and 200 bridges: {shown} ms (the best below 50)")
     assert min(seconds) < 0.05, seconds
 
 

@@ -5,12 +5,15 @@
     case.baseline      what must give the same numbers
     case.tolerance     relative, by name
 
-The table covers every pair of (family, layout, schedule, microbatches, optimizer whole or sharded) that
-makes sense, which a test checks.
+In the table every pair of values meets that makes sense, of family, layout, schedule, microbatches, what sums gradients,
+optimizer whole or sharded, and clipping or accumulation; which a test checks. `make exhaustive` runs the whole product.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 
+from covering import Level, selected
+from parity_fit import Fit, Layout
 from parity_models import FAMILIES
 
 FP32 = 1e-5
@@ -23,9 +26,9 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 """Pipeline ranks and replicas."""
 PIPELINES = LAYOUTS[2:]
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-REORDERED = ("eager_1f1b", "eager_zero_bubble", "eager_interleaved_1f1b")
-"""Schedules that do what one of the others does in another order: every layout and number of microbatches, not every family."""
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+REORDERED = ("gpipe", "eager_1f1b", "eager_zero_bubble", "eager_interleaved_1f1b")
+"""Schedules that do what one of the others does in another order."""
 SYNCS = ("all_reduce", "reduce_scatter", "p2p")
 """What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
 SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_v")
@@ -38,49 +41,13 @@ OPTIMIZERS = ("whole", "sharded")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """HolmesStrategy's arguments."""
-
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-    num_microbatches: int = 1
-    gradient_sync: str = "auto"
-    bucket_bytes: int = 2048
-    """So small that gradients leave in several buckets."""
-    sharded_optimizer: bool = False
-    partition: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """One Trainer.fit. ``layout`` None is plain Lightning; ``batch_size`` is that of all replicas together."""
-
-    family: str
-    num_layers: int = 5
-    batch_size: int = 8
-    layout: Layout | None = None
-    precision: str = "32-true"
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str = "norm"
-    limit_train_batches: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Processes."""
-        return 1 if self.layout is None else self.layout.pipeline_parallel_size * self.layout.data_parallel_size
-
-
-@dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit, the fit that it must equal, and how closely. ``levels`` are the factors of the cover."""
+    """A fit, the fit that it must equal, and how closely. ``levels``: its row of the product that is covered pairwise."""
 
     fit: Fit
     baseline: Fit
     tolerance: float
-    levels: tuple[str, ...] = field(default=())
+    levels: tuple[object, ...] = ()
 
 
 def baseline_of(fit: Fit) -> Fit:
@@ -151,63 +118,74 @@ def make_case(
         name += "-sharded"
     name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
     tolerance = {"32-true": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE}[fit.precision]
-    levels = (family, f"pp{pipeline}xdp{replicas}", schedule, microbatches, gradient_sync, OPTIMIZERS[sharded])
-    if set(options) - {"limit_train_batches"}:
-        levels = ()
-    return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance, levels=levels)
+    return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance)
 
 
 def make_cases() -> dict[str, Case]:
-    """All cases by name."""
+    """All cases by name: the products, pairwise or as a whole, and some that stand by themselves."""
     cases = []
-    for row, (name, family) in enumerate(FAMILIES.items()):
-        for column, layout in enumerate(LAYOUTS):
-            if layout[1] not in family.data_parallel_sizes or (family.draws and layout == (1, 1)):
-                continue
-            if family.draws and layout == (1, 2):
-                layout = (2, 2)
-            microbatches = MICROBATCHES[(row + column) % len(MICROBATCHES)]
-            schedule = "1f1b" if layout[0] == 1 else SCHEDULES[(row + row // 4 + column) % len(SCHEDULES)]
-            sync = SYNCS[(row // 2 + column) % len(SYNCS)] if layout[1] > 1 else "auto"
-            if family.microbatch_is_batch:
-                microbatches = "4" if layout == (2, 1) else "2"
-                cases.append(make_case(name, layout, schedule, microbatches, limit_train_batches=2))
-            else:
-                # of a family's two layouts with replicas, one or the other divides the optimizer among them
-                sharded = layout[1] > 1 and column == (3, 1)[row % 2]
-                cases.append(make_case(name, layout, schedule, microbatches, sync, sharded=sharded))
-    splittable = [name for name in FAMILIES if can_split(name) and not FAMILIES[name].microbatch_is_batch]
-    for row, name in enumerate(splittable):
-        for column, schedule in enumerate(SPLIT_SCHEDULES):
-            layout = PIPELINES[(row + column + 1) % len(PIPELINES)]
-            microbatches = MICROBATCHES[(row + 2 * column) % len(MICROBATCHES)]
-            sync = SYNCS[row // 3 % len(SYNCS)] if layout[1] > 1 else "auto"
-            sharded = layout[1] > 1 and row // 3 % 2 == 0
-            cases.append(make_case(name, layout, schedule, microbatches, sync, sharded=sharded))
-    for place, (name, options) in enumerate(OPTIONS):
-        for column, layout in enumerate(PIPELINES):
-            schedule = SCHEDULES[(place + column) % len(SCHEDULES)]
-            microbatches = MICROBATCHES[(place + place // 4 + column) % len(MICROBATCHES)]
-            sharded = layout[1] > 1 and place % 2 == 0
-            cases.append(make_case(name, layout, schedule, microbatches, sharded=sharded, **options))
-    for schedule in REORDERED:
-        for row, (name, microbatches) in enumerate(zip(("gpt", "gpt_tied", "vit", "gpt"), MICROBATCHES, strict=True)):
-            layout = ((2, 1), (2, 2), (4, 1))[row % 3]
-            cases.append(make_case(name, layout, schedule, microbatches, sharded=layout[1] > 1))
-        for place, sync in enumerate(SYNCS):
-            family, microbatches = ("vit", "gpt2_tied", "dit")[place], MICROBATCHES[1 + place]
-            cases.append(make_case(family, (2, 2), schedule, microbatches, sync, sharded=place == 2))
+    for family, layout, schedule, microbatches, sync, optimizer, option in selected(
+        make_product(), cost=lambda row: 1 + row[1][0] * row[1][1], needed=is_needed
+    ):
+        options = dict(OPTIONS[option][1])
+        if FAMILIES[family].microbatch_is_batch:
+            options["limit_train_batches"] = 2
+        sharded = optimizer == "sharded"
+        of = "1f1b" if schedule == "none" else schedule
+        name, case = make_case(family, layout, of, microbatches, sync, sharded=sharded, **options)
+        cases.append((name, replace(case, levels=(family, layout, schedule, microbatches, sync, optimizer, option))))
+    rounded = product(ROUNDED, PIPELINES, (*SCHEDULES, *SPLIT_SCHEDULES), MICROBATCHES, OPTIMIZERS)
+    for (family, precision, batches), layout, schedule, microbatches, optimizer in selected(
+        [row for row in rounded if row[1][1] > 1 or row[4] == "whole"],
+        cost=lambda row: 1 + row[1][0] * row[1][1],
+        needed=lambda one, other: (one[0], other[0]) not in ((0, 2), (2, 3)),  # a schedule meets those in fp32
+    ):
+        options = {"precision": precision} | ({"limit_train_batches": batches} if batches else {})
+        cases.append(make_case(family, layout, schedule, microbatches, sharded=optimizer == "sharded", **options))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
     cases.append(make_case("gpt_tied", (2, 4), "eager_1f1b", "2", "hierarchical", sharded=True))
-    cases += [make_case(*levels, **options) for *levels, options in SPLIT_OPTIONS]
     cases += [make_case(*levels) for levels in EIGHT_RANKS]
     return dict(cases) | make_uneven_cases()
 
 
+def make_product() -> list[tuple[str, tuple[int, int], str, str, str, str, str]]:
+    """Every combination of the axes that is neither refused nor without a baseline."""
+    schedules = ("none", *SCHEDULES, *SPLIT_SCHEDULES, *REORDERED)
+    axes = product(FAMILIES, LAYOUTS, schedules, MICROBATCHES, ("auto", *SYNCS), OPTIMIZERS, OPTIONS)
+    return [row for row in axes if makes_sense(*row)]
+
+
+def makes_sense(
+    family: str, layout: tuple[int, int], schedule: str, microbatches: str, sync: str, optimizer: str, option: str
+) -> bool:
+    """Whether a combination is a run with a baseline. What draws random numbers is compared with HolmesStrategy without a pipeline, and
+    batch normalisation with plain Lightning on equal microbatches in one process."""
+    pipeline, replicas = layout
+    if (pipeline == 1) != (schedule == "none"):
+        return False
+    if replicas == 1 and (sync, optimizer) != ("auto", "whole"):
+        return False
+    if schedule in (*SPLIT_SCHEDULES, "eager_zero_bubble") and not can_split(family):
+        return False
+    if OPTIONS[option][0] and family not in OPTIONS[option][0]:
+        return False
+    if FAMILIES[family].draws:
+        return pipeline > 1 and optimizer == "whole"
+    if FAMILIES[family].microbatch_is_batch:
+        return replicas == 1 and microbatches == ("4" if layout == (2, 1) else "2")
+    return True
+
+
+def is_needed(one: Level, other: Level) -> bool:
+    """A schedule that does what another does in another order meets every layout, number of microbatches, way to sum and
+    optimizer, but not every family and option."""
+    return not {one[1], other[1]} & set(REORDERED) or {one[0], other[0]}.isdisjoint((0, 6))
+
+
 def can_split(family: str) -> bool:
     """Whether schedules that split the backward take a family."""
-    return not family.startswith("checkpoint") and family != "frozen_start"
+    return not family.startswith("checkpoint") and family not in ("frozen_start", "batch_norm")
 
 
 def make_uneven_cases() -> dict[str, Case]:
@@ -227,27 +205,25 @@ def make_uneven_cases() -> dict[str, Case]:
     return cases
 
 
-OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("gpt_tied", {"gradient_clip_val": 0.2}),
-    ("frozen_start", {"gradient_clip_val": 0.2}),
-    ("dit", {"gradient_clip_val": 0.2}),
-    ("vit", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    ("llama_ragged", {"accumulate_grad_batches": 2}),
-    ("gpt_tied", {"accumulate_grad_batches": 2}),
-    ("gpt", {"precision": "bf16-mixed"}),
-    ("gpt2_tied", {"precision": "bf16-mixed"}),
-    ("llama_ragged", {"precision": "bf16-true"}),
+OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "no option": ((), {}),
+    "clipped by norm": (("gpt_tied", "frozen_start", "dit"), {"gradient_clip_val": 0.2}),
+    "clipped by value": (
+        ("vit", "gpt", "unlike_layers"),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "two batches a step": (("llama_ragged", "gpt_tied", "gpt2_tied", "dit"), {"accumulate_grad_batches": 2}),
+}
+"""What the Trainer is told, and the families that are run with it (all, if none are named)."""
+ROUNDED = (
+    ("gpt", "bf16-mixed", None),
+    ("gpt2_tied", "bf16-mixed", None),
+    ("llama_ragged", "bf16-true", None),
     # without the last batch, of one sample in four parts: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
     # there (where bf16 has no instructions of its own), and fp64 lies between them
-    ("vit", {"precision": "bf16-true", "limit_train_batches": 3}),
+    ("vit", "bf16-true", 3),
 )
-SPLIT_OPTIONS: tuple[tuple[str, tuple[int, int], str, str, dict[str, object]], ...] = (
-    ("gpt_tied", (2, 2), "zero_bubble", "4", {"gradient_clip_val": 0.2}),
-    ("gpt2_tied", (2, 1), "zero_bubble_v", "7in4", {"accumulate_grad_batches": 2}),
-    ("dit", (4, 1), "zero_bubble", "7in4", {"accumulate_grad_batches": 2}),
-    ("gpt", (2, 2), "zero_bubble_v", "4", {"precision": "bf16-mixed"}),
-    ("llama_ragged", (2, 1), "zero_bubble", "4", {"precision": "bf16-true"}),
-)
+"""Families and precisions, which have a product of their own: their tolerance shows less."""
 EIGHT_RANKS: tuple[tuple[str, tuple[int, int], str, str], ...] = (
     ("gpt_tied", (4, 2), "1f1b", "4"),
     ("llama_ragged", (4, 2), "gpipe", "7in4"),

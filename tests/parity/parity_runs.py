@@ -8,6 +8,7 @@ after the other. If one ends in an exception or not at all, the rest is run by a
 
 import pickle
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 from launch import launch_raw
 from lightning.pytorch import Trainer
-from parity_cases import Fit
+from parity_fit import Fit
 from parity_models import FAMILIES, REFUSED
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 
-WORKER_TIMEOUT_S = 400.0  # about 60 s on two idle cores
+WORKER_TIMEOUT_S = 400.0  # a fit takes about a second
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Record:
 
     A batch each: ``losses``, ``logs`` (the step's), ``weights`` (samples, or whatever the loss is a mean over). An
     optimizer step each: ``norms``, before clipping. At the end: ``metrics`` (the epoch's), the whole ``state``, and ``syncs``:
-    the collectives that rank 0 has been told of.
+    the collectives that rank 0 has been told of. ``seconds`` is how long it took.
     """
 
     data_parallel_rank: int = 0
@@ -49,6 +50,7 @@ class Record:
     warnings: list[str] = field(default_factory=list)
     syncs: set[str] = field(default_factory=set)
     error: str = ""
+    seconds: float = 0.0
 
 
 def run_fits(fits: Sequence[Fit]) -> dict[Fit, list[Record]]:
@@ -91,9 +93,11 @@ def work(payload: tuple[str, list[Fit]]) -> None:
     folder, fits = payload
     torch.set_num_threads(1)
     for index, fit in enumerate(fits):
+        started = time.monotonic()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             record, rank = run_fit(fit)
+        record.seconds = time.monotonic() - started
         record.warnings = [str(w.message) for w in caught if "batch normalisation" in str(w.message)]
         temporary = Path(folder) / f"{index}.{rank}.part"
         temporary.write_bytes(pickle.dumps(record))

@@ -1,14 +1,16 @@
 """Trainer(strategy=HolmesStrategy(...)) gives the numbers of plain Lightning in one process.
 
-All fits run once, when the first test asks; the tests compare. Each case's baseline and tolerance stand in
+Many fits run in one launch, when the first of their tests asks; the tests compare. Each case's baseline and tolerance stand in
 parity_cases.py. Compared on every rank: the loss and the logged values of each step, the norm of the whole
 gradient at each step, the epoch's logged values, and the whole module's parameters and buffers after the fit.
 """
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from covering import pairs_of
 from parity_cases import (
     BF16_MIXED,
     BF16_TRUE,
@@ -17,15 +19,17 @@ from parity_cases import (
     LAYOUTS,
     MICROBATCHES,
     OPTIMIZERS,
+    OPTIONS,
     REFUSED_FITS,
     REORDERED,
     SCHEDULES,
     SPLIT_SCHEDULES,
     SYNCS,
     Case,
-    Fit,
-    can_split,
+    is_needed,
+    make_product,
 )
+from parity_fit import Fit
 from parity_models import FAMILIES
 from parity_runs import Record, run_fits
 
@@ -33,22 +37,53 @@ pytest.importorskip("transformers", reason="needs the extra: pip install lightni
 SMALLEST = {FP32: 1e-3, BF16_MIXED: 0.1, BF16_TRUE: 0.1}
 """Tensors whose entries are all smaller are compared as if they had one of this size, by tolerance: the bias of
 attention's keys has no gradient but rounding, and biases that start at zero hold the noise of three steps alone."""
-in_one_worker = pytest.mark.xdist_group("parity")
 pytestmark = pytest.mark.timeout(900)
+FITS_A_LAUNCH = 100
+
+
+def group_of(family: str) -> str:
+    """Of two groups, which may run at once: the processes of one wait for each other half of the time. Baselines are shared
+    within a family."""
+    return f"parity{list(FAMILIES).index(family) % 2}"
+
+
+@pytest.fixture(scope="session")
+def known() -> dict[Fit, list[Record]]:
+    """The records of all fits that have run in this worker."""
+    return {}
+
+
+def run_with_others(name: str, known: dict[Fit, list[Record]], session: pytest.Session) -> None:
+    """Runs a case's fits, and in the same launches those of the cases after it."""
+    if CASES[name].fit in known and CASES[name].baseline in known:
+        return
+    group = group_of(CASES[name].fit.family)
+    chosen = [
+        item.callspec.params["name"]
+        for item in session.items
+        if getattr(item, "originalname", "") == "test_equals_the_baseline"
+    ]
+    cases = [CASES[other] for other in chosen[chosen.index(name) :] if group_of(CASES[other].fit.family) == group]
+    fits = dict.fromkeys(fit for case in cases for fit in (case.baseline, case.fit) if fit not in known)
+    known |= run_fits(list(itertools.islice(fits, FITS_A_LAUNCH)))
 
 
 @pytest.fixture(scope="module")
-def records() -> dict[Fit, list[Record]]:
-    """What every rank saw of every fit."""
-    fits = [fit for case in CASES.values() for fit in (case.fit, case.baseline)]
-    return run_fits([*fits, *REFUSED_FITS.values()])
+def refused() -> dict[Fit, list[Record]]:
+    return run_fits(list(REFUSED_FITS.values()))
 
 
-@in_one_worker
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_baseline(name: str, records: dict[Fit, list[Record]]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.xdist_group(group_of(case.fit.family))) for name, case in CASES.items()],
+)
+def test_equals_the_baseline(
+    name: str, known: dict[Fit, list[Record]], request: pytest.FixtureRequest, record_property: Any
+) -> None:
+    run_with_others(name, known, request.session)
     case = CASES[name]
-    ranks, baseline = records[case.fit], records[case.baseline]
+    ranks, baseline = known[case.fit], known[case.baseline]
+    record_property("fit_seconds", ranks[0].seconds)
     for record in [*baseline, *ranks]:
         assert not record.error, record.error
     expected = over_replicas(baseline)
@@ -56,8 +91,12 @@ def test_equals_the_baseline(name: str, records: dict[Fit, list[Record]]) -> Non
         expected = over_microbatches(expected, case.baseline.accumulate_grad_batches)
     assert_trained(expected)
     found = over_replicas(ranks)
-    if case.fit.layout is not None and case.fit.layout.gradient_sync != "auto":
-        assert {name for record in ranks for name in record.syncs} == {case.fit.layout.gradient_sync}
+    layout = case.fit.layout
+    assert layout is not None
+    if FAMILIES[case.fit.family].microbatch_is_batch and layout.num_microbatches > 1:
+        assert any("layers.0.norm" in text and "microbatch" in text for text in ranks[0].warnings)
+    if layout.gradient_sync != "auto":
+        assert {name for record in ranks for name in record.syncs} == {layout.gradient_sync}
     check = Comparison(case)
     check.numbers("loss", found.losses, expected.losses)
     for step, (mine, theirs) in enumerate(zip(found.logs, expected.logs, strict=True)):
@@ -68,70 +107,46 @@ def test_equals_the_baseline(name: str, records: dict[Fit, list[Record]]) -> Non
         check.states(f"final state on rank {rank}", record.state, expected.state)
 
 
-@in_one_worker
+@pytest.mark.xdist_group("parity0")
 @pytest.mark.parametrize("family", REFUSED_FITS)
-def test_a_value_beside_the_hidden_state_is_refused_on_every_rank(family: str, records) -> None:
+def test_a_value_beside_the_hidden_state_is_refused_on_every_rank(
+    family: str, refused: dict[Fit, list[Record]]
+) -> None:
     reason = {
         "skip": "output 0 of layer 0, read in layer 4",
         "router_loss": "a value computed inside layer 0, read after the last layer",
     }[family]
-    for record in records[REFUSED_FITS[family]]:
+    for record in refused[REFUSED_FITS[family]]:
         assert record.error.startswith("UnsupportedModuleError: cutting layers after layer 2 would lose"), record.error
         assert reason in record.error
 
 
-@in_one_worker
-def test_batch_normalisation_is_warned_of(records: dict[Fit, list[Record]]) -> None:
-    split = {
-        name: case
-        for name, case in CASES.items()
-        if case.fit.family == "batch_norm" and case.fit.layout is not None and case.fit.layout.num_microbatches > 1
-    }
-    assert split
-    for name, case in split.items():
-        warned = records[case.fit][0].warnings
-        assert any("layers.0.norm" in text and "microbatch" in text for text in warned), name
+def test_every_pair_meets_in_the_table() -> None:
+    needed = {pair for row in make_product() for pair in pairs_of(row) if is_needed(*pair)}
+    covered = {pair for case in CASES.values() for pair in pairs_of(case.levels)}
+    assert not needed - covered
 
 
-def test_the_table_covers_every_pair() -> None:
-    covered = {pair for case in CASES.values() for pair in itertools.permutations(case.levels, 2)}
-    layouts = [f"pp{p}xdp{d}" for p, d in LAYOUTS]
-    schedules = (*SCHEDULES, *SPLIT_SCHEDULES)
-    missing = []
+def test_the_product_lacks_only_what_is_refused_or_has_no_baseline() -> None:
+    """By hand, what the selection cannot leave out: each value, and each family with each layout and schedule."""
+    product = make_product()
+    schedules = {"none", *SCHEDULES, *SPLIT_SCHEDULES, *REORDERED}
+    axes = (set(FAMILIES), set(LAYOUTS), schedules, set(MICROBATCHES), {"auto", *SYNCS}, set(OPTIMIZERS), set(OPTIONS))
+    assert tuple(map(set, zip(*product, strict=True))) == axes
+    split = {"zero_bubble", "zero_bubble_v", "eager_zero_bubble"}
+    unsplit = {"checkpoint_inside", "checkpoint_around", "checkpoint_dropout", "frozen_start", "batch_norm"}
+    drawing = {"gpt_dropout", "checkpoint_dropout"}
     for family in FAMILIES:
-        for level in (*layouts, *schedules, *MICROBATCHES, *OPTIMIZERS):
-            if (family, level) not in covered and not is_senseless(family, level):
-                missing.append((family, level))
-    pairs = [
-        *itertools.product(layouts, schedules),
-        *itertools.product(layouts, MICROBATCHES),
-        *itertools.product(schedules, MICROBATCHES),
-        *itertools.product(layouts[2:], REORDERED),
-        *itertools.product(REORDERED, MICROBATCHES),
-        *itertools.product(OPTIMIZERS, (layout for layout in layouts if layout.endswith("xdp2"))),
-        *itertools.product(OPTIMIZERS, (*SCHEDULES, *MICROBATCHES)),
-    ]
-    replicated = [layout for layout in layouts if layout.endswith("xdp2")]
-    pairs += [*itertools.product(replicated, SYNCS), *itertools.product(SCHEDULES, SYNCS)]
-    others = (*SPLIT_SCHEDULES, *REORDERED)
-    pairs += [*itertools.product(OPTIMIZERS, others), *itertools.product(others, SYNCS)]
-    pairs += itertools.product(OPTIMIZERS, SYNCS)
-    pairs += itertools.product(MICROBATCHES, SYNCS)
-    without_pipeline = [(layout, s) for layout in layouts[:2] for s in schedules[1:]]
-    missing += [pair for pair in pairs if pair not in covered and pair not in without_pipeline]
-    assert not missing
-
-
-def is_senseless(family: str, level: str) -> bool:
-    """Pairs that are refused, or without a baseline: what draws random numbers is compared with HolmesStrategy without a pipeline, and
-    batch normalisation with plain Lightning on equal microbatches in one process."""
-    if level in SPLIT_SCHEDULES and not can_split(family):
-        return True
-    if FAMILIES[family].draws:
-        return level.startswith("pp1") or level == "sharded"
-    if FAMILIES[family].microbatch_is_batch:
-        return level.endswith("xdp2") or level in ("1", "7in4", "sharded", *SCHEDULES, *SPLIT_SCHEDULES)
-    return False
+        rows = [row for row in product if row[0] == family]
+        alone = set() if family in drawing else {"none"}
+        assert {row[2] for row in rows} == schedules - {"none"} - (split if family in unsplit else set()) | alone, (
+            family
+        )
+        layouts = {layout for layout in LAYOUTS if family not in drawing or layout[0] > 1}
+        assert {row[1] for row in rows} == {layout for layout in layouts if family != "batch_norm" or layout[1] == 1}
+        if family not in {"batch_norm"}:
+            assert {row[3] for row in rows} == set(MICROBATCHES), family
+            assert {row[4] for row in rows} == {"auto", *SYNCS}, family
 
 
 # what several processes saw, as one

@@ -67,8 +67,9 @@ def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two stages, two replicas."""
+    """Two stages, two replicas; the schedule is said, while the pipelines of two ranks choose it."""
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": False}
+    options["schedule"] = "1f1b"
     return _launch(tmp_path_factory, 4, REPLICATED, **options)
 
 

@@ -13,6 +13,8 @@ from optimizer_cases import CASES, differences, run_cases
 
 TOLERANCE = {"loss_scaling": 2e-3}
 REPLICATED = ["averages", "grad_norm", "finetuning"]
+STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b"}
+"""The schedule is said where there are replicas: no batch is spent on choosing one."""
 SHARDED = [name for name in CASES if name != "finetuning"]  # which is refused
 
 
@@ -28,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
 @pytest.fixture(scope="module")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two stages, two replicas; one file as checkpoint."""
-    holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1, "save_distributed_checkpoint": False}
+    holmes = STAGED | {"save_distributed_checkpoint": False}
     payload = {
         "cases": REPLICATED,
         "folder": str(tmp_path_factory.mktemp("replicated")),
@@ -41,7 +43,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two stages, two replicas among which the optimizer is sharded; checkpoints as folders."""
-    holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1, "sharded_optimizer": True, "bucket_bytes": 300}
+    holmes = STAGED | {"sharded_optimizer": True, "bucket_bytes": 300}
     payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
 

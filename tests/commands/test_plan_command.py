@@ -18,7 +18,7 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
 LARGE = """
 trainer:
