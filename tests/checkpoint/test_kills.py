@@ -22,7 +22,7 @@ from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
 
-KILLS = 50 if EXHAUSTIVE else 10
+KILLS = 50 if EXHAUSTIVE else 5
 """While a save was under way; others are not counted."""
 
 
