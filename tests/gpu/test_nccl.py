@@ -97,6 +97,7 @@ def test_validation_and_a_resume_in_another_layout_equal_one_process(layouts: tu
         assert found["device"].startswith("cuda")
 
 
+@pytest.mark.benchmark
 def test_one_rank_is_as_fast_as_plain_lightning() -> None:
     """At most 1.02 times its step: the tenth percentile of interleaved runs, the best of three attempts on a device that others may use."""
     # enough for the device not to wait for Python
