@@ -36,8 +36,9 @@ from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
-from lightning_holmes.plan.planner import SearchResult, SearchSpace, search
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.search import SearchResult, SearchSpace, search
+from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser
@@ -454,25 +455,17 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
 
 def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layers: int) -> SearchSpace:
     """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
-    space: dict[str, Any] = {"across": ("pipeline",), "tensor": request.tensor_parallel_sizes}
-    space["recomputation"] = (False, True) if request.recomputation else (False,)
-    if asked.pipeline_parallel_size != "auto":
-        space["pipeline"] = (asked.pipeline_parallel_size,)
-    if asked.tensor_parallel_size > 1 or is_plan:
-        space["tensor"] = (asked.tensor_parallel_size,)
-    if asked.num_microbatches != "auto":
-        space["num_microbatches"] = (asked.num_microbatches,)
-    if asked.num_chunks != "auto":
-        space["num_chunks"] = (asked.num_chunks,)
-        space["schedules"] = (
-            ("interleaved_1f1b", "eager_interleaved_1f1b") if asked.num_chunks > 1 else ("1f1b", "eager_1f1b", "gpipe")
-        )
-    if asked.schedule != "auto":
-        space["schedules"] = (asked.schedule,)
-    space["partition"] = asked.partition if isinstance(asked.partition, str) else tuple(asked.partition)
-    if is_plan and space["partition"] == "uniform":  # of the whole module, on one stage
-        space["partition"] = (num_layers,)
-    return SearchSpace(**space)
+    tensor = (asked.tensor_parallel_size,) if asked.tensor_parallel_size > 1 or is_plan else None
+    size = asked.pipeline_parallel_size
+    if is_plan and asked.partition == "uniform":  # of the whole module, on one stage
+        asked = replace(asked, partition=(num_layers,))
+    return space_of(
+        asked,
+        across=("pipeline",),
+        pipeline=None if size == "auto" else (size,),
+        tensor=tensor or request.tensor_parallel_sizes,
+        recomputation=(False, True) if request.recomputation else (False,),
+    )
 
 
 def check_writable(path: str | None, option: str) -> None:

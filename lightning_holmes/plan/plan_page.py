@@ -20,7 +20,7 @@ from lightning_holmes.plan.plan_table import (
     format_bytes,
     prediction_cells,
 )
-from lightning_holmes.plan.planner import SearchResult
+from lightning_holmes.plan.search import SearchResult
 from lightning_holmes.plan.timeline_plot import timeline_svg
 
 _STYLE = """

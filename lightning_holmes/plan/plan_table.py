@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.planner import SearchResult
 from lightning_holmes.plan.prediction import Prediction
+from lightning_holmes.plan.search import SearchResult
 
 _WIDTH_WITHOUT_TERMINAL = 150
 _GIB = 2.0**30

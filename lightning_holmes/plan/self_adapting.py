@@ -106,7 +106,8 @@ class Balance:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, one a chunk."""
-        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+        back = self.num_ranks - 1 - rank if self.v_shaped else rank
+        return [chunk * self.num_ranks + (back if chunk % 2 else rank) for chunk in range(self.num_chunks)]
 
     def loads(self, counts: Sequence[int]) -> list[float]:
         """Seconds of each rank under a partition."""

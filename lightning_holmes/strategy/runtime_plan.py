@@ -108,12 +108,10 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     )
     if costs is None or isinstance(costs, str):
         return without(reason=costs)
-    assert request.traced.batch_size is not None
     cost_model, layout, guessed = _cost_model(request, costs, forbidden)
     choose = functools.partial(
         choose_by_costs,
         options,
-        batch_size=request.traced.batch_size,
         not_interleaved=_not_interleaved(request, structure),
         # bears links that are slower than stated
         prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,

@@ -16,9 +16,9 @@ from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.plan_page import plan_page, save_plan_page
 from lightning_holmes.plan.plan_table import HEADINGS, describe_counts, print_search, search_data
-from lightning_holmes.plan.planner import SearchResult, search
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.schedule import make_schedule
+from lightning_holmes.plan.search import SearchResult, search
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot, timeline_svg

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, microbatch_counts, repeat_choice
+from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, repeat_choice
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
@@ -20,6 +20,7 @@ from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
 from lightning_holmes.plan.prediction import fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.search.candidates import microbatch_counts
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
@@ -36,6 +37,7 @@ def costs(
     memory: float = 1e12,
     samples: int = 1,
     unit: WorkUnit = "flops",
+    batch: int = 16,
     **changes: Any,
 ) -> CostModel:
     """Two hosts in two clusters; a layer takes three seconds a sample at speed 1."""
@@ -50,18 +52,18 @@ def costs(
         **changes,
     )
     device = DeviceType(name="host", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0)
-    return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=16), host_speeds=speeds)
+    return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=batch), host_speeds=speeds)
 
 
 def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = choose_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, batch_size=16, described="by hand")
+    choice = choose_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, described="by hand")
     assert choice.partition.layer_counts == (8, 4)
     note = next(note for note in choice.notes if note.startswith("partition"))
     assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
     assert any("by hand" in note for note in choice.notes)
     proportional = dataclasses.replace(options, partition="proportional")
-    assert choose_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT, batch_size=16).partition.layer_counts == (
+    assert choose_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (
         8,
         4,
     )
@@ -72,7 +74,7 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
 def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], head: float) -> None:
     model = costs(speeds=speeds, head=head, bandwidth=1e6)
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = choose_by_costs(options, model, LAYOUT, batch_size=16)
+    choice = choose_by_costs(options, model, LAYOUT)
     assert choice.prediction is not None
     every = [predict(model, choice.prediction.run, Partition((first, 12 - first))).step_s for first in range(1, 12)]
     assert choice.prediction.step_s <= min(every) / 0.99
@@ -80,17 +82,17 @@ def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], hea
 
 def test_the_fastest_candidate_of_all_is_taken() -> None:
     model = costs(speeds=(1.0, 1.0), bandwidth=2e6)
-    choice = choose_by_costs(LEFT_OPEN, model, LAYOUT, batch_size=16)
+    choice = choose_by_costs(LEFT_OPEN, model, LAYOUT)
     assert choice.prediction is not None
     best = min(
         choose_by_costs(
-            dataclasses.replace(LEFT_OPEN, num_microbatches=count, num_chunks=chunks), model, LAYOUT, batch_size=16
+            dataclasses.replace(LEFT_OPEN, num_microbatches=count, num_chunks=chunks), model, LAYOUT
         ).prediction.step_s  # type: ignore[union-attr]
         for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
     )
     assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.01, "interleaving must save 5 %, more microbatches 8 %"
     one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
-    chosen = choose_by_costs(one_chunk, costs(), LAYOUT, batch_size=16)
+    chosen = choose_by_costs(one_chunk, costs(), LAYOUT)
     assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
     assert any(note.startswith("num_microbatches: ") for note in choice.notes)
     assert any(note.startswith("schedule: ") for note in choice.notes)
@@ -98,22 +100,22 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
 
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
-    fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    fast = choose_by_costs(options, costs(), LAYOUT)
     assert fast.schedule == "interleaved_1f1b" and fast.num_chunks > 1
     assert fast.partition.num_stages == 2 * fast.num_chunks
-    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)
+    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.num_chunks == 1
     more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)
-    hidden = choose_by_costs(more, costs(bandwidth=6e5), LAYOUT, batch_size=16)
+    hidden = choose_by_costs(more, costs(bandwidth=6e5), LAYOUT)
     assert hidden.schedule == "eager_interleaved_1f1b", hidden.notes
-    refused = choose_by_costs(options, costs(), LAYOUT, batch_size=16, not_interleaved="it does not allow them")
+    refused = choose_by_costs(options, costs(), LAYOUT, not_interleaved="it does not allow them")
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
-    few = choose_by_costs(options, costs(layers=3), LAYOUT, batch_size=16)
+    few = choose_by_costs(options, costs(layers=3), LAYOUT)
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
 
 
 def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
-    model = costs(layers=12, bandwidth=1e6)
+    model = costs(layers=12, bandwidth=1e6, batch=8)
     factors = (1.02, 0.97, 1.0, 1.03, 0.99, 1.01, 0.98, 1.0, 1.03, 0.97, 1.02, 0.98)
     layers = tuple(dataclasses.replace(LAYER, forward=factor, backward=2 * factor) for factor in factors)
     model.model = dataclasses.replace(model.model, layers=layers)
@@ -121,7 +123,6 @@ def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
         dataclasses.replace(LEFT_OPEN, schedule="interleaved_1f1b", num_chunks=3, num_microbatches=4),
         model,
         LAYOUT,
-        batch_size=8,
     )
     assert choice.prediction is not None
     by_count = predict(model, choice.prediction.run, make_uniform_partition(12, 6))
@@ -130,11 +131,11 @@ def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
 
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT, batch_size=16)
+    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
-    fast = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    fast = choose_by_costs(options, costs(), LAYOUT)
     assert fast.schedule == "1f1b", "as fast, and holds less"
-    wary = choose_by_costs(options, costs(), LAYOUT, batch_size=16, prefers_eager=True)
+    wary = choose_by_costs(options, costs(), LAYOUT, prefers_eager=True)
     assert wary.schedule == "eager_1f1b"
     blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
@@ -143,8 +144,8 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
 def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
     """Two alike stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    measured = choose_by_costs(options, costs(unit="seconds"), LAYOUT, batch_size=16)
-    counted = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    measured = choose_by_costs(options, costs(unit="seconds"), LAYOUT)
+    counted = choose_by_costs(options, costs(), LAYOUT)
     assert (measured.num_microbatches, counted.num_microbatches) == (16, 8)
     (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
     assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
@@ -153,7 +154,7 @@ def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
 def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
     """Two alike stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of what 16 take, and 16 save 6 % of 8."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    choice = choose_by_costs(options, costs(unit="seconds"), LAYOUT, batch_size=48)
+    choice = choose_by_costs(options, costs(unit="seconds", batch=48), LAYOUT)
     assert choice.num_microbatches == 16
     (reason,) = (note for note in choice.notes if note.startswith("num_microbatches"))
     assert reason.startswith(
@@ -163,21 +164,21 @@ def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
 
 def test_what_is_said_stays() -> None:
     options = dataclasses.replace(LEFT_OPEN, schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
-    choice = choose_by_costs(options, costs(), LAYOUT, batch_size=16)
+    choice = choose_by_costs(options, costs(), LAYOUT)
     assert (choice.schedule, choice.num_microbatches, choice.partition.layer_counts) == ("gpipe", 4, (9, 3))
     assert [note.split(":")[0] for note in choice.notes] == ["prediction"]
     listed = dataclasses.replace(LEFT_OPEN, partition=[3, 3, 3, 3])
-    choice = choose_by_costs(listed, costs(), LAYOUT, batch_size=16)
+    choice = choose_by_costs(listed, costs(), LAYOUT)
     assert (choice.schedule, choice.num_chunks) == ("interleaved_1f1b", 2)
 
 
 def test_cuts_that_lose_a_value_are_avoided() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     forbidden = (4, 5, 6)
-    choice = choose_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT, batch_size=16)
+    choice = choose_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT)
     assert choice.partition.layer_counts in ((4, 8), (8, 4))
     with pytest.raises(ConfigurationError, match="avoids the cuts"):
-        choose_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT, batch_size=16)
+        choose_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT)
 
 
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
@@ -186,7 +187,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     for rule in ("self_adapting", "proportional", "uniform"):
         options = dataclasses.replace(LEFT_OPEN, partition=rule)
         with pytest.raises(NothingFitsError) as caught:
-            choose_by_costs(options, costs(memory=small), LAYOUT, batch_size=16)
+            choose_by_costs(options, costs(memory=small), LAYOUT)
         for words in (
             "GiB a device are missing at the least",
             "What would make it fit: ",
@@ -198,13 +199,13 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
         assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
         assert caught.value.excess_bytes > 0
     by_hand = choose_by_costs(
-        dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT, batch_size=16
+        dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT
     )
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
     settled = dataclasses.replace(
         LEFT_OPEN, partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4
     )
-    taken = choose_by_costs(settled, costs(memory=small), LAYOUT, batch_size=16)  # as it is where nothing is predicted
+    taken = choose_by_costs(settled, costs(memory=small), LAYOUT)  # as it is where nothing is predicted
     assert any(note.startswith("memory: by its estimate ") for note in taken.notes)
 
 
@@ -213,10 +214,10 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
     options = dataclasses.replace(
         LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional"
     )
-    roomy = choose_by_costs(options, costs(), LAYOUT, batch_size=16).prediction
+    roomy = choose_by_costs(options, costs(), LAYOUT).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
-    choice = choose_by_costs(options, costs(memory=memory), LAYOUT, batch_size=16)
+    choice = choose_by_costs(options, costs(memory=memory), LAYOUT)
     assert choice.prediction is not None and fits(choice.prediction)
     (note,) = (note for note in choice.notes if note.startswith("memory: "))
     assert "as AdamW does" in note and "GiB a device are missing at the least" in note
@@ -225,13 +226,13 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
 def test_of_candidates_those_that_fit_are_taken() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, partition="uniform")
     # gpipe holds all microbatches, 1f1b two of them
-    wide = choose_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT, batch_size=16)
+    wide = choose_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT)
     assert wide.prediction is not None
     limit = max(wide.prediction.memory_bytes) / 0.92
     fits_only_1f1b = costs(memory=limit * 0.9)
     with pytest.raises(NothingFitsError):
-        choose_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT, batch_size=16)
-    chosen = choose_by_costs(options, fits_only_1f1b, LAYOUT, batch_size=16)
+        choose_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT)
+    chosen = choose_by_costs(options, fits_only_1f1b, LAYOUT)
     assert chosen.prediction is not None and max(chosen.prediction.memory_bytes) <= limit * 0.9 * 0.92
     assert not any(note.startswith("memory: ") for note in chosen.notes)
 
@@ -264,7 +265,7 @@ def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tup
 
 
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
-    former = choose_by_costs(LEFT_OPEN, costs(), LAYOUT, batch_size=16)
+    former = choose_by_costs(LEFT_OPEN, costs(), LAYOUT)
     again = repeat_choice(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
     assert again.partition == former.partition and again.num_microbatches == 3
     assert again.notes == ("partition, schedule and microbatches: because",)

@@ -8,16 +8,15 @@ import pytest
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan import planner
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.partition import Partition, make_partition
-from lightning_holmes.plan.planner import SearchSpace, search
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.search import SearchSpace, planner, search
+from lightning_holmes.plan.search.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 

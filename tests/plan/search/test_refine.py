@@ -5,10 +5,10 @@ from test_choice import LAYOUT, costs
 
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition
-from lightning_holmes.plan.planner import SearchSpace, search
 from lightning_holmes.plan.prediction import Prediction, predict
-from lightning_holmes.plan.refining import refine
 from lightning_holmes.plan.run_shape import RunShape
+from lightning_holmes.plan.search import SearchSpace, search
+from lightning_holmes.plan.search.refine import refine
 
 RUN = RunShape(layout=LAYOUT, schedule="1f1b", num_microbatches=8, microbatch_samples=2)
 

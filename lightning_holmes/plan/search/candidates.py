@@ -1,0 +1,210 @@
+"""What the search may try: parallel sizes, schedules, chunks, microbatches and recomputation.
+
+space = space_of(options, layout=layout)            # a run: the layout is settled
+space = SearchSpace(tensor=(1, 2, 4, 8))            # the command: sizes are open, too
+for set_up in make_set_ups(cost_model, space, left_out): set_up.runs
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.layer_cost import check_count
+from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.run_shape import Across, Layout, RunShape
+from lightning_holmes.plan.stage_ranks import V_SHAPED
+
+PLAIN_SCHEDULES = ("1f1b", "eager_1f1b")
+INTERLEAVED_SCHEDULES = ("eager_interleaved_1f1b", "interleaved_1f1b")
+_MOST_PER_RANK = 16
+_COUNTS_TRIED = 8
+_SMALLEST_SIZES = 7  # microbatches of 1, 2, 4 ... 64 samples are tried where nothing larger fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What the search may choose from. None: whatever fits.
+
+    Attributes:
+        layout: where the devices of each rank are settled, as in a run; it stands in for the sizes.
+        pipeline, tensor, across: sizes to try; tensor sizes above 1 need a module that calls parallelize_module.
+        num_chunks: of interleaved schedules.
+        num_microbatches: by default those of :func:`microbatch_counts`.
+        partition: the name of a rule, or layer counts.
+        prefers_eager: of plans that are nearly as fast, those whose schedule gives transfers time.
+        is_settled: nothing is left open, so a plan that does not fit the memory is taken, with a note.
+    """
+
+    layout: Layout | None = None
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] = (1,)
+    across: tuple[Across, ...] = ("pipeline", "data")
+    schedules: tuple[str, ...] = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES)
+    num_chunks: tuple[int, ...] = (2, 3, 4)
+    num_microbatches: tuple[int, ...] | None = None
+    recomputation: tuple[bool, ...] = (False, True)
+    partition: str | tuple[int, ...] = "self_adapting"
+    prefers_eager: bool = False
+    is_settled: bool = False
+    runners_up: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "num_chunks", "num_microbatches"):
+            for value in getattr(self, name) or ():
+                check_count(value, name)
+        if isinstance(self.partition, str) and self.partition not in PARTITION_NAMES:
+            known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
+            raise ConfigurationError(f"partition={self.partition!r} is not known; write one of {known} or layer counts")
+
+
+def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any) -> SearchSpace:
+    """What the strategy's arguments leave open, for a run and for the command.
+
+    Args:
+        interleaves: interleaved schedules may be chosen where the arguments do not name them.
+        settings: of the SearchSpace, beside what the arguments decide.
+    """
+    settled = options.num_chunks
+    by_hand = not isinstance(options.partition, str)
+    schedules: tuple[str, ...] = PLAIN_SCHEDULES
+    if options.schedule != "auto":
+        schedules = (options.schedule,)
+    elif settled == "auto" and (interleaves or by_hand):
+        schedules = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES)
+    elif settled != "auto" and settled > 1:
+        schedules = INTERLEAVED_SCHEDULES
+    settings["schedules"] = schedules
+    if settled != "auto":
+        settings["num_chunks"] = (settled,)
+    if options.num_microbatches != "auto":
+        settings["num_microbatches"] = (int(options.num_microbatches),)
+    settings["partition"] = tuple(options.partition) if by_hand else options.partition
+    return SearchSpace(**settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUp:
+    """A layout, with or without recomputation: its candidates, and those for when none of them fits the memory."""
+
+    runs: tuple[RunShape, ...]
+    smaller: tuple[RunShape, ...]
+    bound_s: float
+    """No step of it is faster: all work spread over all devices, without a bubble or a wait."""
+
+
+def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> list[SetUp]:
+    """Those with candidates, the lowest bound first; ``left_out`` counts why there are no others."""
+    layouts = _layouts(cost_model, space, left_out) if space.layout is None else [space.layout]
+    found = []
+    for layout in layouts:
+        samples = cost_model.training.batch_samples // layout.data
+        counts = space.num_microbatches or microbatch_counts(layout.pipeline, samples)
+        more: tuple[int, ...] = ()
+        if space.layout is None:
+            counts = tuple(count for count in counts if count <= samples)
+        if space.num_microbatches is None:
+            more = smaller_microbatches(layout.pipeline, samples)
+        for recomputation in space.recomputation:
+            runs, smaller = (
+                tuple(_runs(cost_model, space, layout, samples, some, recomputation)) for some in (counts, more)
+            )
+            if runs:
+                bound_s = min(_lower_bound(cost_model, run) for run in (*runs, *smaller))
+                found.append(SetUp(runs=runs, smaller=smaller, bound_s=bound_s))
+    return sorted(found, key=lambda set_up: set_up.bound_s)
+
+
+def _layouts(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> Iterator[Layout]:
+    devices, layers, batch = cost_model.num_devices, cost_model.model.num_layers, cost_model.training.batch_samples
+    smallest_host = math.gcd(*(host.devices for host in cost_model.network.hosts))
+    several = len(cost_model.network.topology.clusters) > 1
+    for pipeline in space.pipeline or [size for size in range(1, devices + 1) if devices % size == 0]:
+        for tensor in space.tensor:
+            if devices % (pipeline * tensor):
+                left_out[f"pipeline x tensor does not divide {devices} devices"] += 1
+            elif smallest_host % tensor:
+                left_out["tensor-parallel groups would leave a host"] += 1
+            elif pipeline > layers:
+                left_out["more pipeline ranks than layers"] += 1
+            elif batch % (data := devices // (pipeline * tensor)):
+                left_out[f"the batch of {batch} cannot be sharded evenly over the replicas"] += 1
+            else:
+                for across in space.across if several and pipeline > 1 and data > 1 else space.across[:1]:
+                    yield Layout(pipeline=pipeline, tensor=tensor, data=data, across=across)
+
+
+def _runs(
+    cost_model: CostModel,
+    space: SearchSpace,
+    layout: Layout,
+    samples: int,
+    counts: Sequence[int],
+    recomputation: bool,
+) -> Iterator[RunShape]:
+    schedules = _schedules(space, layout.pipeline, cost_model.model.num_layers)
+    for name, chunks in schedules:
+        if recomputation and name in SPLITTING:
+            continue  # refused by the runner
+        for count in counts:
+            if chunks > 1 and count < layout.pipeline and len(schedules) > 1:
+                continue
+            yield RunShape(
+                layout=layout,
+                schedule=name,
+                num_microbatches=count,
+                microbatch_samples=-(-samples // count),
+                num_chunks=chunks,
+                recomputation=recomputation,
+            )
+
+
+def _schedules(space: SearchSpace, size: int, num_layers: int) -> list[tuple[str, int]]:
+    """Names and chunks a rank. What is asked for alone stays, though it may not go with the layers: that is told later."""
+    numbers, alone = space.num_chunks, len(space.schedules) == 1
+    given = None
+    if not isinstance(space.partition, str) and len(numbers) > 1:  # the layer counts tell the chunks
+        given = max(1, len(space.partition) // size)
+        numbers = (given,)
+    found: list[tuple[str, int]] = []
+    for name in space.schedules:
+        if name in V_SHAPED:
+            found += [(name, 2)] * (size > 1)
+        elif name in INTERLEAVED:
+            fitting = [number for number in numbers if number > 1 and size * number <= num_layers]
+            if not fitting and alone:
+                fitting = [numbers[0]]
+            found += [(name, number) for number in fitting if size > 1]
+        elif (given in (None, 1) and (size > 1 or name == space.schedules[0])) or alone:
+            found.append((name, 1))
+    return found
+
+
+def microbatch_counts(size: int, batch_size: int) -> tuple[int, ...]:
+    """Numbers of microbatches worth a try: those that divide the batch evenly, from one a rank to sixteen."""
+    most = min(batch_size, _MOST_PER_RANK * size)
+    counts = [count for count in range(size, most + 1) if batch_size % count == 0]
+    if not counts:  # a batch smaller than the pipeline, or of a prime number of samples
+        counts = sorted({min(batch_size, size * factor) for factor in (1, 2, 4)})
+    while len(counts) > _COUNTS_TRIED:  # the two nearest in ratio: one of them tells enough
+        ratios = [counts[index + 1] / counts[index] for index in range(len(counts) - 1)]
+        del counts[ratios.index(min(ratios[1:-1])) if len(ratios) > 2 else 1]
+    return tuple(counts)
+
+
+def smaller_microbatches(size: int, batch_size: int) -> tuple[int, ...]:
+    """More microbatches than those, for when they do not fit the memory."""
+    counts = (batch_size >> power for power in range(_SMALLEST_SIZES) if batch_size % (1 << power) == 0)
+    return tuple(sorted(count for count in counts if count > _MOST_PER_RANK * size))
+
+
+def _lower_bound(cost_model: CostModel, run: RunShape) -> float:
+    model = cost_model.microbatch_model(run.microbatch_samples, run.recomputation)
+    return run.num_microbatches * (model.forward + model.backward) / sum(cost_model.speeds(run.layout))

@@ -1,0 +1,91 @@
+"""What a run says of its choices, in a line each: the layers, the microbatches, the schedule, and what others would cost.
+
+notes = describe_result(result, cost_model, options, described="FLOPs counted")
+"""
+
+from __future__ import annotations
+
+import math
+
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.partition import make_uniform_partition
+from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.prediction import Prediction, predict
+from lightning_holmes.plan.search.planner import SearchResult
+from lightning_holmes.plan.search.preference import Preference
+
+
+def describe_result(
+    result: SearchResult,
+    cost_model: CostModel,
+    options: PlanOptions,
+    *,
+    not_interleaved: str | None = None,
+    described: str = "",
+) -> tuple[str, ...]:
+    """A note for everything that ``options`` left open, and one for the prediction.
+
+    Args:
+        not_interleaved: why interleaving was not to be chosen, in words; None: it could be.
+        described: how the costs came about.
+    """
+    best, notes = result.best, []
+    if isinstance(options.partition, str) and options.partition != "uniform":
+        notes.append(_describe_partition(options.partition, cost_model, best))
+    if options.num_microbatches == "auto":
+        notes.append(_describe_microbatches(result, *Preference().microbatch_gain(cost_model.model.unit)))
+    if options.schedule == "auto":
+        notes.append(_describe_schedule(result, not_interleaved))
+    notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
+    return tuple(notes) if result.memory_note is None else (*notes, result.memory_note)
+
+
+def _describe_partition(rule: str, cost_model: CostModel, best: Prediction) -> str:
+    counts = ", ".join(map(str, best.partition.layer_counts))
+    loads = cost_model.balance(best.run, limit_memory=False).loads(best.partition.layer_counts)
+    shown = ", ".join(f"{load:.3g}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
+    note = f"partition: {counts} layers, {rule}: {shown} s a microbatch on the ranks"
+    uniform = make_uniform_partition(cost_model.model.num_layers, best.partition.num_stages)
+    if uniform == best.partition:
+        return note + "; as by count"
+    if uniform.cuts & set(cost_model.model.forbidden_cuts):
+        return note + "; by count a split point would lose a value"
+    ratio = predict(cost_model, best.run, uniform).step_s / best.step_s
+    return note + f"; by count a step would take {ratio:.2f}x as long"
+
+
+def _describe_microbatches(result: SearchResult, gain: float, why: str) -> str:
+    best, run = result.unrefined, result.best.run
+    others = [
+        f"{entry.run.num_microbatches}: {entry.step_s / best.step_s:.2f}x"
+        for entry in result.tried
+        if (entry.run.schedule, entry.run.num_chunks) == (run.schedule, run.num_chunks)
+        and entry.run.num_microbatches != run.num_microbatches
+    ]
+    reason = "the fastest by prediction"
+    if any(entry.step_s < best.step_s for entry in result.tried if entry.run.num_microbatches > run.num_microbatches):
+        reason = f"more must save {gain:.0%} by prediction, since {why}"
+    note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples"
+    separator = ", " if reason.startswith("the fastest") else "; "
+    return note + separator + reason + (f" ({', '.join(others)})" if others else "")
+
+
+def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str:
+    best, run = result.unrefined, result.best.run
+    fastest: dict[tuple[str, int], float] = {}
+    for entry in result.tried:
+        name = (entry.run.schedule, entry.run.num_chunks)
+        fastest[name] = min(entry.step_s, fastest.get(name, math.inf))
+    others = [
+        f"{_name(*key)}: {seconds / best.step_s:.2f}x"
+        for key, seconds in fastest.items()
+        if key != (run.schedule, run.num_chunks)
+    ]
+    note = f"schedule: {_name(run.schedule, run.num_chunks)}" + (f" ({', '.join(others)})" if others else "")
+    if run.num_chunks == 1 and any(chunks > 1 for _, chunks in fastest):
+        note += f"; interleaving is taken where it saves {100 * Preference().interleaving_gain:.0f} %"
+    return note + (f"; {not_interleaved}" if not_interleaved is not None else "")
+
+
+def _name(schedule: str, chunks: int) -> str:
+    return schedule + (f" with {chunks} chunks a rank" if chunks > 1 else "")

@@ -1,0 +1,344 @@
+"""The search: candidates are assigned their layers and simulated; the fastest that fits wins, and its layers are refined.
+
+    result = search(cost_model, SearchSpace(tensor=(1, 2, 4, 8)))
+    result.best.run, result.best.partition, result.best.step_s
+    result.runners_up[0].reason        # "1.12x slower: ..."
+
+Where several layouts are possible, each gets a lower bound of its step, in the order of which they are looked at: layers are
+assigned, memory is checked, the step is estimated by a closed form. Layouts whose bound is above the best estimates
+are never looked at, the best few candidates are simulated, and the fastest of them says which layout is taken; between layouts
+within _NEARLY of each other the simpler one is. Within the layout that is taken, or settled, every candidate is simulated, and
+preference.py decides: so a run, whose layout is settled, and the command choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.partition import Partition, make_uniform_partition
+from lightning_holmes.plan.prediction import Prediction, fits, predict
+from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.search.balance import assign_layers, check_memory
+from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set_ups
+from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
+from lightning_holmes.plan.search.preference import Preference
+from lightning_holmes.plan.search.refine import refine
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.stage_ranks import ranks_of_stages
+
+_SIMULATED = 8  # candidates of all layouts that are simulated, beside the runners-up
+_LARGEST = (
+    2**16
+)  # stages x microbatches of all candidates of a layout; beyond, those that are estimated to be slower are not simulated
+_NEARLY = 0.002
+_NO_MEMORY = "does not fit the memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan and the ones after it.
+
+    Attributes:
+        runners_up: from several layouts, where these are open.
+        left_out: why candidates were not looked at or taken, and how many.
+        memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
+        unrefined: the best plan before single layers were moved.
+        tried: all that were simulated of its layout and fit, as they compare with it.
+    """
+
+    best: Prediction
+    runners_up: tuple[Prediction, ...]
+    num_candidates: int
+    left_out: dict[str, int]
+    unrefined: Prediction
+    tried: tuple[Prediction, ...]
+    memory_note: str | None = None
+
+
+@dataclass(slots=True)
+class _Looked:
+    set_up: SetUp
+    run: RunShape
+    partition: Partition
+    estimate_s: float
+
+
+def search(
+    cost_model: CostModel, space: SearchSpace | None = None, preference: Preference | None = None
+) -> SearchResult:
+    """The fastest plan that fits; also where only an optimizer with fewer states than AdamW's does, and with layers that are
+    given by hand, or with nothing left open, where nothing fits. The result's memory_note says so.
+
+    Raises:
+        NothingFitsError: nothing fits the memory even if the optimizer keeps no states; by how much, and what would make it fit.
+        ConfigurationError: no sizes go together; no partition avoids the forbidden split points.
+    """
+    space, preference = space or SearchSpace(), preference or Preference()
+    asked = _Search(cost_model, space, preference)
+    try:
+        return asked.run()
+    except NothingFitsError as error:
+        reason = error
+    if not isinstance(space.partition, str) or space.is_settled:
+        found = _Search(cost_model, space, preference, limit_memory=False).run()
+        return replace(found, memory_note=f"{BY_HAND}{reason}")
+    found = search(without_states(cost_model, reason), space, preference)
+    return replace(found, memory_note=f"{WITH_STATES}{reason}")
+
+
+class _Search:
+    def __init__(
+        self, cost_model: CostModel, space: SearchSpace, preference: Preference, *, limit_memory: bool = True
+    ) -> None:
+        self.cost_model, self.space, self.preference = cost_model, space, preference
+        self.limit_memory = limit_memory
+        self.left_out: Counter[str] = Counter()
+        self.set_ups = make_set_ups(cost_model, space, self.left_out)
+        self.lacks: list[Lack] = []
+        self.trouble: ConfigurationError | None = None
+        self.made: dict[tuple[RunShape, Partition], Prediction] = {}
+
+    def run(self) -> SearchResult:
+        set_ups = self.set_ups
+        if not set_ups:
+            raise self._nothing_to_try()
+        compared = self._compare_layouts() if len(set_ups) > 1 else []
+        tried = self._try_all(self._fastest_set_up(compared) if compared else set_ups[0])
+        if not tried:
+            raise self._nothing_fits()
+        unrefined = self._pick(tried)
+        best = refine(self.cost_model, unrefined) if self.space.partition == "self_adapting" else unrefined
+        others = {entry.run: entry for entry in (*(entry for _, entry in compared), *tried) if entry.run != best.run}
+        slower = [entry for entry in others.values() if entry.step_s >= best.step_s * (1 - _NEARLY)]
+        if len(slower) < len(others):
+            what = "faster by prediction, but by less than more microbatches or chunks must save"
+            self.left_out[what] += len(others) - len(slower)
+        runners_up = _unlike(sorted(slower, key=_step_s), self.space.runners_up)
+        return SearchResult(
+            best=replace(best, reason=_why(best, runners_up)),
+            runners_up=tuple(replace(entry, reason=_why_not(entry, best)) for entry in runners_up),
+            num_candidates=sum(len(set_up.runs) for set_up in set_ups),
+            left_out=dict(self.left_out),
+            unrefined=unrefined,
+            tried=tuple(tried),
+        )
+
+    def _pick(self, found: Sequence[Prediction]) -> Prediction:
+        unit = self.cost_model.model.unit
+        return self.preference.pick(found, unit=unit, prefers_eager=self.space.prefers_eager)
+
+    def _compare_layouts(self) -> list[tuple[SetUp, Prediction]]:
+        """Simulated candidates of the layouts that may be the fastest."""
+        wanted = _SIMULATED + self.space.runners_up
+        looked: list[_Looked] = []
+        for index, set_up in enumerate(self.set_ups):
+            if len(looked) >= wanted and set_up.bound_s > looked[wanted - 1].estimate_s:
+                left = sum(len(other.runs) for other in self.set_ups[index:])
+                self.left_out["cannot be faster than the plans listed, by its lower bound"] += left
+                break
+            found = self._look(set_up, set_up.runs) or self._look(set_up, set_up.smaller)
+            looked = sorted(looked + found, key=lambda entry: entry.estimate_s)
+        made: list[tuple[SetUp, Prediction]] = []
+        for entry in looked:
+            if len(made) == wanted:
+                break
+            made += [(entry.set_up, found) for found in self._simulate([entry])]
+        if not made:
+            raise self._nothing_fits()
+        return made
+
+    def _fastest_set_up(self, compared: Sequence[tuple[SetUp, Prediction]]) -> SetUp:
+        by_set_up: dict[SetUp, list[Prediction]] = {}
+        for set_up, found in compared:
+            by_set_up.setdefault(set_up, []).append(found)
+        picked = [(set_up, self._pick(found)) for set_up, found in by_set_up.items()]
+        fastest = min(entry.step_s for _, entry in picked)
+
+        def rank(entry: tuple[SetUp, Prediction]) -> tuple[Any, ...]:
+            return math.floor((entry[1].step_s / fastest - 1) / _NEARLY), *_plainness(entry[1].run), entry[1].step_s
+
+        return min(picked, key=rank)[0]
+
+    def _try_all(self, set_up: SetUp) -> list[Prediction]:
+        """The simulated candidates of a layout that fit, in the order in which they were made."""
+        for runs in (set_up.runs, set_up.smaller):
+            looked = self._look(set_up, runs, bound_memory=False)
+            most = _LARGEST
+            if sum(map(_size, looked)) > most:
+                kept: set[RunShape] = set()
+                for entry in sorted(looked, key=lambda entry: entry.estimate_s):
+                    if not kept or (most := most - _size(entry)) > 0:
+                        kept.add(entry.run)
+                looked = [entry for entry in looked if entry.run in kept]
+            if found := self._simulate(looked):
+                return found
+        return []
+
+    def _look(self, set_up: SetUp, runs: Iterable[RunShape], *, bound_memory: bool = True) -> list[_Looked]:
+        """Assign layers and estimate. bound_memory: leave out what passes the memory by a bound, and do not wait for a
+        simulation."""
+        found = []
+        for run in runs:
+            try:
+                partition = self._assign(run, bound_memory)
+            except NothingFitsError as error:
+                self.left_out[_NO_MEMORY] += 1
+                self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
+                continue
+            except ConfigurationError as error:
+                self.trouble = self.trouble or error
+                self.left_out["no partition of the layers"] += bound_memory
+                continue
+            found.append(_Looked(set_up, run, partition, _estimate(self.cost_model, run, partition)))
+        return found
+
+    def _assign(self, run: RunShape, bound_memory: bool) -> Partition:
+        rule = self.space.partition
+        try:
+            partition = assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
+        except NothingFitsError as error:
+            if bound_memory:
+                raise
+            self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
+            return assign_layers(self.cost_model, run, rule, limit_memory=False)
+        if bound_memory and self.limit_memory and rule != "self_adapting":
+            check_memory(self.cost_model, run, partition)
+        return partition
+
+    def _simulate(self, looked: Iterable[_Looked]) -> list[Prediction]:
+        """Those that fit."""
+        found = []
+        for entry in looked:
+            made = self._predict(entry.run, entry.partition)
+            if self.space.partition == "self_adapting" and entry.run.num_chunks > 1:
+                # of unlike layers, the slowest rank's optimum may have chunks of very unlike sizes, and wait between them
+                uniform = make_uniform_partition(entry.partition.num_layers, entry.partition.num_stages)
+                if uniform != entry.partition and not uniform.cuts & set(self.cost_model.model.forbidden_cuts):
+                    other = self._predict(entry.run, uniform)
+                    made = min(made, other, key=lambda one: (not fits(one), one.step_s))
+            if not self.limit_memory or fits(made):
+                found.append(made)
+            else:
+                self.left_out[_NO_MEMORY] += 1
+                self.lacks.append(lack_of(made))
+        return found
+
+    def _predict(self, run: RunShape, partition: Partition) -> Prediction:
+        key = run, partition
+        if key not in self.made:
+            self.made[key] = predict(self.cost_model, run, partition)
+        return self.made[key]
+
+    def _nothing_to_try(self) -> ConfigurationError:
+        reasons = (
+            "; ".join(f"{what} ({count} tries)" for what, count in self.left_out.most_common(3)) or "no sizes to try"
+        )
+        model, training, space = self.cost_model.model, self.cost_model.training, self.space
+        return ConfigurationError(
+            f"no parallel sizes go together on {self.cost_model.num_devices} devices with a batch of "
+            f"{training.batch_samples} and {model.num_layers} layers: {reasons}; change the batch size, "
+            f"or allow other sizes than pipeline={space.pipeline or 'any'}, tensor={space.tensor}"
+        )
+
+    def _nothing_fits(self) -> ConfigurationError:
+        runs = [run for set_up in self.set_ups for run in (*set_up.runs, *set_up.smaller)]
+        if not self.lacks:
+            assert self.trouble is not None
+            if len(self.set_ups) == 1:
+                return self.trouble
+            return ConfigurationError(
+                f"no partition={self.space.partition!r} goes with any of {len(runs)} plans, for example: {self.trouble}"
+            )
+        return nothing_fits(self.cost_model, runs, lacks=self.lacks, recomputation=self.space.recomputation)
+
+
+def _size(entry: _Looked) -> int:
+    return entry.partition.num_stages * entry.run.num_microbatches
+
+
+def _step_s(entry: Prediction) -> float:
+    return entry.step_s
+
+
+def _plainness(run: RunShape) -> tuple[Any, ...]:
+    return run.recomputation, run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b"
+
+
+def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
+    """A step by closed form: the slowest rank or card for all microbatches, filling and draining, reductions."""
+    costs = cost_model.step_costs(run, partition)
+    ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
+    both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
+    where = ranks_of_stages(run.schedule, pipeline_parallel_size=ranks, num_chunks=chunks)
+    loads, reductions = [0.0] * ranks, [0.0] * ranks
+    for stage, rank in enumerate(where):
+        loads[rank] += both[stage]
+        reductions[rank] += costs.reduce_s[stage] if costs.reduce_s else 0.0
+    cards: Counter[str] = Counter()
+    transfers = [0.0] * stages
+    for stage in range(stages - 1):
+        source, target = where[stage], where[stage + 1]
+        for pair in ((source, target), (target, source)) if source != target else ():
+            route = costs.routes[pair]
+            seconds = [costs.activation_bytes[stage] * per_byte for _, per_byte in route.hops]
+            transfers[stage] += max(seconds) + route.latency_s
+            for (card, _), taken in zip(route.hops, seconds, strict=True):
+                cards[card] += taken  # type: ignore[assignment]
+    slowest = max([*loads, *cards.values()])
+    # the first microbatch passes the first stage of every rank alone, and the last one comes back alone
+    fill = sum(both[:ranks]) - max(both[:ranks]) if chunks == 1 else sum(both) / stages * (ranks - 1)
+    fill += sum(transfers[: ranks - 1])
+    end = max(
+        (0.0 if costs.overlap_reduce else reductions[rank]) + costs.update_s[rank] + costs.gather_s[rank]
+        for rank in range(ranks)
+    )
+    return run.num_microbatches * slowest + fill + end
+
+
+def _unlike(ranked: Sequence[Prediction], number: int) -> list[Prediction]:
+    """The next best, at most two of one layout: a list of one layout's microbatch counts would tell little."""
+    found: list[Prediction] = []
+    seen: Counter[Layout] = Counter()
+    for entry in ranked:
+        if seen[entry.run.layout] < 2 and len(found) < number:
+            seen[entry.run.layout] += 1
+            found.append(entry)
+    return found
+
+
+def _where_time_goes(entry: Prediction) -> dict[str, float]:
+    """Seconds of the step by cause, as the mean over pipeline ranks."""
+    timeline, ranks = entry.timeline, entry.run.layout.pipeline
+    update = math.fsum(entry.costs.update_s) / ranks
+    tensor = timeline.exposed_s.get("tensor_parallel", 0.0) / ranks
+    busy = math.fsum(timeline.busy_s(rank) for rank in range(ranks)) / ranks
+    return {
+        "computing": busy - tensor - update,
+        "bubble": timeline.bubble_share * timeline.step_s,
+        "waiting for transfers between stages": timeline.exposed_s["pipeline"] / ranks,
+        "reducing gradients": timeline.exposed_s["data_parallel"] / ranks,
+        "tensor-parallel transfers": tensor,
+        "the optimizer's step": update,
+    }
+
+
+def _why(best: Prediction, others: Sequence[Prediction]) -> str:
+    parts = sorted(_where_time_goes(best).items(), key=lambda entry: -entry[1])
+    shown = ", ".join(f"{seconds / best.step_s:.0%} {what}" for what, seconds in parts if seconds >= 0.01 * best.step_s)
+    ahead = f"; the next one takes {others[0].step_s / best.step_s:.2f}x as long" if others else ""
+    return f"the fastest{' that fits' if fits(best) else ''}: {shown}{ahead}"
+
+
+def _why_not(entry: Prediction, best: Prediction) -> str:
+    mine, theirs = _where_time_goes(entry), _where_time_goes(best)
+    more = sorted(((mine[what] - theirs[what], what) for what in mine), reverse=True)
+    named = [f"{seconds:.3g} s more {what}" for seconds, what in more[:2] if seconds > 0.005 * best.step_s]
+    cause = ": " + " and ".join(named) if named else ""
+    ratio = entry.step_s / best.step_s
+    return f"{ratio:.2f}x the time{cause}" if ratio > 1 + _NEARLY else f"as fast, but less simple{cause}"

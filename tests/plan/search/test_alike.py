@@ -1,0 +1,89 @@
+"""A run and the command, given the same costs and the same layout, take the same plan."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_choice import costs
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.commands.plan import PlanRequest, _space
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.choice import choose_by_costs
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.search import search
+
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v")
+RULES: tuple[Any, ...] = ("self_adapting", "proportional", "uniform", [7, 5], [4, 2, 2, 4])
+LIMITS: tuple[Any, ...] = (
+    ("auto", (), 1e12),
+    ("auto", (2, 5), 1e12),
+    ("auto", (), 4e7),
+    (3, (), 1e12),
+    (4, (2, 5), 4e7),
+)
+SPEEDS = ((1.0, 1.0), (2.0, 1.0), (1.0, 1.7))
+
+
+def by_run(costs: CostModel, asked: dict[str, Any]) -> Any:
+    options = dataclasses.replace(LEFT_OPEN, **asked)
+    found = choose_by_costs(options, costs, Layout(pipeline=2, grid=((0,), (1,)))).prediction
+    assert found is not None
+    return found
+
+
+def by_command(costs: CostModel, asked: dict[str, Any]) -> Any:
+    options = dataclasses.replace(LEFT_OPEN, **asked, pipeline_parallel_size=2)
+    space = _space(PlanRequest(), options, is_plan=False, num_layers=costs.model.num_layers)
+    # the command refuses what does not fit even if nothing is left open, a run takes it with a note
+    return search(costs, dataclasses.replace(space, is_settled=not options.leaves_open)).best
+
+
+@pytest.mark.parametrize("bandwidth", [1e12, 4e5])
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_same_costs_give_the_same_plan(
+    schedule: str, rule: Any, speeds: tuple[float, float], bandwidth: float
+) -> None:
+    chunks = 2 if schedule == "zero_bubble_v" else "auto"
+    for count, forbidden, memory in LIMITS:
+        model = costs(speeds=speeds, bandwidth=bandwidth, forbidden_cuts=forbidden, memory=memory, head=1.0)
+        asked = {"schedule": schedule, "num_chunks": chunks, "partition": rule, "num_microbatches": count}
+        try:
+            run = by_run(model, asked)
+        except ConfigurationError as error:
+            with pytest.raises(type(error)):
+                by_command(model, asked)
+            continue
+        command = by_command(model, asked)
+        layout = dataclasses.replace(run.run.layout, grid=None)
+        assert (command.run, command.partition) == (dataclasses.replace(run.run, layout=layout), run.partition), asked
+        assert command.step_s == run.step_s
+
+
+def test_a_v_counts_the_speeds_of_the_ranks_on_which_its_stages_are() -> None:
+    """Rank 0 of the faster host has the first and the last stage."""
+    asked = {"schedule": "zero_bubble_v", "num_chunks": 2, "partition": "proportional", "num_microbatches": 4}
+    for choose in (by_run, by_command):
+        found = choose(costs(speeds=(2.0, 1.0)), asked)
+        assert found.partition.layer_counts == (4, 2, 2, 4), "eight layers and four"
+
+
+def test_the_layout_that_the_command_takes_is_used_as_a_run_would() -> None:
+    card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=1e9)
+    hosts = [Host(name=f"h{index}", devices=2, nics=(card,)) for index in range(4)]
+    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts[:2])), Cluster(name="b", hosts=tuple(hosts[2:]))))
+    one = costs(memory=6e7)
+    model = CostModel(
+        one.model,
+        Network(topology, local_bytes_per_s=1e10),
+        devices=one.devices,
+        training=dataclasses.replace(one.training, batch_samples=64),
+    )
+    best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, num_layers=12)).best
+    run = choose_by_costs(LEFT_OPEN, model, best.run.layout).prediction
+    assert run is not None and (run.run, run.partition, run.step_s) == (best.run, best.partition, best.step_s)
