@@ -43,6 +43,7 @@ from lightning_holmes.checkpoint.finding import folder_refusal, is_folder
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.lightning_private import config_value
 from lightning_holmes.loggers import RunRecord
 
 CHECK, PLAN = "check", "plan"
@@ -157,8 +158,8 @@ class HolmesCLI(LightningCLI):
         for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
             config[CHECK].trainer[name] = None if name != "strategy" else "auto"
         self.config_init = self.parser.instantiate_classes(config)
-        self.datamodule = self._get(self.config_init, "data")
-        self.model = self._get(self.config_init, "model")
+        self.datamodule = config_value(self, self.config_init, "data")
+        self.model = config_value(self, self.config_init, "model")
 
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand == CHECK:
@@ -219,7 +220,7 @@ class HolmesCLI(LightningCLI):
         config[PLAN]["data" if part == "model" else "model"] = None
         if config[PLAN].get(part) is None:
             return None
-        return self._get(self.parser.instantiate_classes(config), part)
+        return config_value(self, self.parser.instantiate_classes(config), part)
 
     def load_batch(self) -> Any:
         """The first training batch, of the data module or of the model's own loader."""

@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_holmes.lightning_private import has_experiment, log_offline
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import group_rows
 from lightning_holmes.plan.sync_choice import SyncChoice
@@ -48,17 +49,15 @@ class WandbLogger(LightningWandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        if self._experiment is None and not self._is_decided:
+        if not has_experiment(self) and not self._is_decided:
             self._is_decided = True
             reason = None if "WANDB_MODE" in os.environ else why_offline()
             if reason is not None:
                 rank_zero_info(
                     f"W&B: {reason}; the run stays offline in {self.save_dir}, `wandb sync` uploads it later"
                 )
-                self._wandb_init["mode"] = "offline"
-                if self._log_model:
+                if not log_offline(self):
                     rank_zero_warn("W&B: log_model is left out, since the run is offline")
-                    self._log_model = False
         return super().experiment
 
 

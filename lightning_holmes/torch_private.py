@@ -17,8 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "DTENSOR_PARTS",
+    "MODULE_REGISTRIES",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "argument_names",
     "async_value",
     "attention_flop_formulas",
     "backward_has_run",
@@ -29,21 +32,37 @@ __all__ = [
     "forward_number",
     "gloo_device",
     "gloo_group",
+    "has_accumulation_hook",
+    "has_load_hooks",
+    "holds_hooks",
+    "initialiser_of",
     "is_backend_registered",
     "is_batch_norm",
     "is_broken_graph",
     "is_compiled",
+    "is_dropout",
     "local_tensor",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
+    "registered_buffers",
+    "registered_modules",
+    "registered_parameters",
     "set_local_tensor",
     "sharded_locally",
+    "storage_info",
     "tensor_version",
     "without_modes",
     "without_torch_functions",
     "written_arguments",
 ]
+
+
+DTENSOR_PARTS = ("_spec", "_local_tensor")
+"""The attributes of a DTensor that make it one; all others in its ``__dict__`` were written there by somebody."""
+
+MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks")
+"""The attributes of a module that keep what was registered with it, beside the plain ones."""
 
 
 def default_store() -> Any:
@@ -274,6 +293,42 @@ def backward_has_run(node: Any) -> bool:
             except RuntimeError:
                 return True
     return False
+
+
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name, to be changed in place; one that was registered as None too."""
+    return module._parameters
+
+
+def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers by name, to be changed in place."""
+    return module._buffers
+
+
+def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own children by name, the same child under each of its names; ``named_children`` gives one of them."""
+    return module._modules
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Whether somebody is called before a module's state is loaded, and may rename what is in it."""
+    return bool(module._load_state_dict_pre_hooks)
+
+
+def initialiser_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module's own parameters their first values: ``reset_parameters``, or ``nn.MultiheadAttention``'s name for it."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def holds_hooks(name: str) -> bool:
+    """Whether an attribute of an optimizer keeps the hooks that were registered with it."""
+    return "hooks" in name
+
+
+def argument_names(operator: Any) -> set[str]:
+    """The names of an operator's arguments."""
+    return {argument.name for argument in operator._schema.arguments}
 
 
 def is_broken_graph(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
@@ -40,6 +41,7 @@ from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
+from lightning_holmes.torch_private import registered_parameters
 
 _SEED = 20231203
 
@@ -168,14 +170,14 @@ def _fill_buckets(
 @contextmanager
 def attached(module: LightningModule) -> Iterator[None]:
     """Give a module without a trainer one that does nothing, for steps that ask it something."""
-    if module._trainer is not None:
+    if trainer_of(module) is not None:
         yield
         return
     chatter = logging.getLogger("lightning.pytorch")
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
-        module._trainer = Trainer(
+        trainer = Trainer(
             accelerator="cpu",
             devices=1,
             logger=DummyLogger(),
@@ -185,10 +187,11 @@ def attached(module: LightningModule) -> Iterator[None]:
         )
     finally:
         chatter.setLevel(level)
+    set_trainer(module, trainer)
     try:
         yield
     finally:
-        module._trainer = None
+        set_trainer(module, None)
 
 
 def _structure(
@@ -252,7 +255,7 @@ class _SimulatedPipeline:
         self.results: list[StepResult] = []
         for rank in range(size):
             copy = shadow_copy(module)
-            copy._trainer = module._trainer
+            set_trainer(copy, trainer_of(module))
             _give_own_parameters(copy)
             stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
@@ -274,8 +277,8 @@ class _SimulatedPipeline:
         for rank, driver in enumerate(self.drivers):
             if not training:
                 driver.module.eval()
-            if driver.module._trainer is not None:
-                setattr(driver.module._trainer, "training" if training else "validating", True)
+            if trainer_of(driver.module) is not None:
+                setattr(trainer_of(driver.module), "training" if training else "validating", True)
             arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
             request = StepRequest(
                 step_name=step_name,
@@ -333,7 +336,7 @@ class _SimulatedPipeline:
                 if pipeline.owner_stage(name) in pipeline.stages:
                     found[f"buffer {name}"] = buffer
             state = ModuleState(pipeline, None, driver.device)
-            for (owner, key), value in state._attributes().items():
+            for (owner, key), value in state.attributes().items():
                 found[f"attribute {owner}.{key}" if owner else f"attribute {key}"] = value
             for name, metric in pipeline.local_modules():
                 if isinstance(metric, Metric):
@@ -346,6 +349,6 @@ def _give_own_parameters(module: LightningModule) -> None:
     for parameter in {id(p): p for p in module.parameters()}.values():
         own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
         for submodule in module.modules():
-            for key, value in submodule._parameters.items():
+            for key, value in registered_parameters(submodule).items():
                 if value is parameter:
-                    submodule._parameters[key] = own
+                    registered_parameters(submodule)[key] = own

@@ -13,6 +13,7 @@ from lightning_holmes.errors import CheckpointError
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.torch_private import has_load_hooks
 
 _SHOWN = 10
 
@@ -32,7 +33,7 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
         if id(value) in first_names and first_names[id(value)] not in pipeline.local_parameters
     }
     # hooks may know old names, and load_state_dict of the module's own may make others of them
-    renames = any(m._load_state_dict_pre_hooks for m in module.modules())
+    renames = any(map(has_load_hooks, module.modules()))
     names = [key for key in saved if key in expected or renames or strict]
     missing = [key for key in expected if key not in saved]
     unexpected = [key for key in saved if key not in expected]

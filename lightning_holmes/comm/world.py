@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
 
 from lightning_holmes.comm.user_settings import UserSettings, set_own
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -52,7 +52,7 @@ def connect_world(
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if attempt:
             options["store"] = _store_of_attempt(environment, attempt, timeout)
-        _init_dist_connection(environment, backend, timeout=timeout, **options)
+        init_dist_connection(environment, backend, timeout=timeout, **options)
 
 
 def _store_of_attempt(environment: ClusterEnvironment, attempt: int, timeout: timedelta | None) -> Any:

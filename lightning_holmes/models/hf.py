@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.models.causal_lm import IGNORE_INDEX, CausalLM
 from lightning_holmes.models.pretrained import PretrainedFolder
 from lightning_holmes.torch_private import fake_mode_of
@@ -151,7 +152,7 @@ class HFCausalLM(CausalLM):
     # Whoever looks at the parts of the module before a trainer has called configure_model has them made.
 
     def _build_for_use(self) -> None:
-        if self.__dict__.get("_is_built") is False and self._trainer is None:
+        if self.__dict__.get("_is_built") is False and trainer_of(self) is None:
             self.configure_model()
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_holmes.torch_private import DTENSOR_PARTS, holds_hooks
+
 Level = Literal["elements", "parameters", "none"]
 
 _SHAPES: dict[int, tuple[int, ...]] = {1: (17160,), 2: (132, 130), 3: (26, 22, 30), 4: (13, 12, 11, 10)}
@@ -127,7 +129,7 @@ def _synchronise(device: torch.device) -> None:
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
     """What somebody has written on a parameter, and optimizers may read; not what makes it a DTensor."""
-    return {name: value for name, value in vars(parameter).items() if name not in ("_spec", "_local_tensor")}
+    return {name: value for name, value in vars(parameter).items() if name not in DTENSOR_PARTS}
 
 
 def _test_group(
@@ -223,7 +225,7 @@ def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):
             continue
-        if "hooks" in name and isinstance(value, dict):
+        if holds_hooks(name) and isinstance(value, dict):
             value = OrderedDict()
         else:
             try:
@@ -272,7 +274,7 @@ def _holds_parameters(optimizer: Optimizer) -> str:
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = type(optimizer).__name__
     for key, value in vars(optimizer).items():
-        if key in ("state", "param_groups") or "hooks" in key:
+        if key in ("state", "param_groups") or holds_hooks(key):
             continue
         for found in flattened(value, depth=3):
             if id(found) in own:

@@ -20,7 +20,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_holmes.lightning_private import FABRIC, TRAINER, UPDATE_COUNT
 from lightning_holmes.pipeline import tree
+from lightning_holmes.torch_private import MODULE_REGISTRIES
 
 Place = tuple[int, bool]  # position (see structure.py), whether inside that layer
 
@@ -65,7 +67,7 @@ def snapshot(module: nn.Module) -> dict[tuple[str, str], Hashable]:
     found: dict[tuple[str, str], Hashable] = {}
     for owner, part in module.named_modules():
         if isinstance(part, Metric):
-            found[owner, "_update_count"] = part._update_count
+            found[owner, UPDATE_COUNT] = part.update_count
             continue
         if isinstance(part, torch.jit.ScriptModule):
             continue
@@ -162,7 +164,7 @@ def plain_parts(value: Any) -> Any:
 def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
     found: dict[str, Tensor] = {}
-    skip = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks", "_trainer", "_fabric")
+    skip = (*MODULE_REGISTRIES, TRAINER, FABRIC)
     for name, submodule in module.named_modules():
         for key, value in vars(submodule).items():
             if key in skip or not (isinstance(value, Tensor) or tree.is_container(value)):

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, weighted_mean
 from lightning_holmes.pipeline.runner import loss_of
@@ -63,7 +64,7 @@ def describe_batch_dependence(
         for submodule in copy.modules():
             if is_dropout(submodule):
                 submodule.eval()
-        copy._trainer = module._trainer
+        set_trainer(copy, trainer_of(module))
         vars(copy)["log"] = lambda *_, **__: None
         seed_all(seed, part_device)
         with torch.no_grad(), context() if context is not None else nullcontext():

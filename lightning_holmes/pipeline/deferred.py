@@ -25,7 +25,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.stage import placeholder
 from lightning_holmes.pipeline.tape import Tape, is_fake
-from lightning_holmes.torch_private import fake_mode_of
+from lightning_holmes.torch_private import fake_mode_of, initialiser_of, registered_buffers, registered_parameters
 
 _SMALL = 1 << 14  # parameters of so few elements stand in for themselves: norms, biases
 _LARGE = 1 << 20  # bytes, of tensors that are worth giving back
@@ -96,8 +96,8 @@ class DeferredModule:
         for owner in module.modules():
             own = [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if is_fake(t)]
             if own and not all(self._is_written(t) for t in own):
-                reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-                if callable(reset):
+                reset = initialiser_of(owner)
+                if reset is not None:
                     reset()
                 initialise = _initialiser(module, owner)
                 if initialise is not None:
@@ -214,7 +214,7 @@ def _replace(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Put the second tensor of each pair wherever ``module`` holds the first."""
     new = {id(old): tensor for old, tensor in pairs}
     for owner in module.modules():
-        for values in (owner._parameters, owner._buffers):
+        for values in (registered_parameters(owner), registered_buffers(owner)):
             for key, value in values.items():
                 if id(value) in new:
                     values[key] = new[id(value)]  # type: ignore[assignment]

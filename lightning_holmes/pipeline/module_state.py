@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.torch_private import tensor_version
+from lightning_holmes.torch_private import registered_buffers, tensor_version
 
 TOPIC_STATE = 2
 
@@ -43,7 +44,7 @@ class ModuleState:
     def watch(self) -> None:
         """Take the present attributes as known to all ranks."""
         if self._p2p is not None and self._p2p.size > 1:
-            self._seen = {key: _fingerprint(value) for key, value in self._attributes().items()}
+            self._seen = {key: _fingerprint(value) for key, value in self.attributes().items()}
             self._seen |= {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
 
     def synchronise(self) -> None:
@@ -61,7 +62,8 @@ class ModuleState:
         p2p.finish()
         self.watch()
 
-    def _attributes(self) -> dict[tuple[str, str], Any]:
+    def attributes(self) -> dict[tuple[str, str], Any]:
+        """The plain attributes of the modules that this rank runs, by module and name."""
         found = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
@@ -79,7 +81,7 @@ class ModuleState:
     def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         attributes = {
             key: tree.map_tensors(_to_host, value)
-            for key, value in self._attributes().items()
+            for key, value in self.attributes().items()
             if self._seen.get(key, _UNCHANGED) != _fingerprint(value)
         }
         buffers = {
@@ -102,7 +104,7 @@ class ModuleState:
         module = self._pipeline.module
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
-            module.get_submodule(path)._buffers[key] = self._to_device(buffer)
+            registered_buffers(module.get_submodule(path))[key] = self._to_device(buffer)
         for (name, key), value in attributes.items():
             owner = module.get_submodule(name)
             value = tree.map_tensors(self._to_device, value)
@@ -119,8 +121,7 @@ class ModuleState:
             assert isinstance(metric, Metric)
             for key, value in state.items():
                 setattr(metric, key, tree.map_tensors(self._to_device, value))
-            metric._update_count = count
-            metric._computed = None
+            set_update_count(metric, count)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)

@@ -19,6 +19,14 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import (
+    batch_value,
+    forget_computed,
+    not_syncing,
+    reductions,
+    set_batch_value,
+    set_update_count,
+)
 from lightning_holmes.pipeline.batch import weighted_mean
 from lightning_holmes.pipeline.stage import StageRun
 from lightning_holmes.pipeline.structure import BEFORE
@@ -92,7 +100,7 @@ class LogRecorder:
                     f"self.log({name!r}, metric): the torchmetrics object is no attribute of the module; assign it in "
                     f"__init__, so that every rank has it"
                 )
-            value = MetricValue(name=found, batch_value=value._forward_cache)
+            value = MetricValue(name=found, batch_value=batch_value(value))
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"`self.log({name}, {value})` was called, but the tensor must have a single element")
@@ -188,7 +196,7 @@ def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.devi
         if isinstance(value, MetricValue):
             metric = metrics[value.name]
             if value.batch_value is not None:
-                metric._forward_cache = _to_device(value.batch_value, device)
+                set_batch_value(metric, _to_device(value.batch_value, device))
             value = metric
         elif isinstance(value, Tensor):
             value = value.to(device)
@@ -214,7 +222,7 @@ class MetricWindow:
     def around_batch(self) -> Iterator[None]:
         earlier: list[tuple[Any, dict[str, Any], int]] = []
         for metric, name in zip(self._metrics, self._names, strict=False):
-            mergeable = all(r in _MERGEABLE for r in metric._reductions.values())
+            mergeable = all(r in _MERGEABLE for r in reductions(metric))
             if metric.full_state_update is not False or metric.dist_sync_on_step or not mergeable:
                 raise UnsupportedModuleError(
                     f"{name} ({type(metric).__name__}) is logged on each step but cannot be merged over microbatches; "
@@ -228,9 +236,9 @@ class MetricWindow:
             own_updates = metric.update_count
             if own_updates:
                 sync, metric.sync_on_compute = metric.sync_on_compute, False
-                metric._computed = None
-                with _quiet_sync(metric):
-                    metric._forward_cache = metric.compute()
+                forget_computed(metric)
+                with not_syncing(metric):
+                    set_batch_value(metric, metric.compute())
                 metric.sync_on_compute = sync
             if count:
                 if own_updates:
@@ -238,25 +246,15 @@ class MetricWindow:
                 else:
                     for key, value in state.items():
                         setattr(metric, key, value)
-            metric._update_count = own_updates + count
-            metric._computed = None
+            set_update_count(metric, own_updates + count)
 
     def settle(self, calls: Sequence[LogCall]) -> list[LogCall]:
         """``calls`` with the values of the whole batch; they were recorded with those of a microbatch."""
         values = {
-            name: MetricValue(name=name, batch_value=metric._forward_cache)
+            name: MetricValue(name=name, batch_value=batch_value(metric))
             for metric, name in zip(self._metrics, self._names, strict=False)
         }
         return [
             replace(c, value=values[c.value.name]) if isinstance(c.value, MetricValue) and c.value.name in values else c
             for c in calls
         ]
-
-
-@contextmanager
-def _quiet_sync(metric: Any) -> Iterator[None]:
-    should, metric._to_sync = metric._to_sync, False
-    try:
-        yield
-    finally:
-        metric._to_sync = should

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_holmes.lightning_private import TRAINER
 from lightning_holmes.pipeline import tree
-from lightning_holmes.torch_private import fake_mode_of
+from lightning_holmes.torch_private import fake_mode_of, registered_modules, registered_parameters
 
 
 def shadow_copy(module: LightningModule) -> LightningModule:
@@ -31,7 +32,8 @@ def shadow_copy(module: LightningModule) -> LightningModule:
     except Exception:
         for submodule in module.modules():
             for key, value in vars(submodule).items():
-                if key in ("_modules", "_parameters", "_trainer"):
+                shared = (registered_modules(submodule), registered_parameters(submodule))
+                if key == TRAINER or any(value is one for one in shared):
                     continue
                 try:
                     copy.deepcopy(value, dict(memo))

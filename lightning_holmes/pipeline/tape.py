@@ -30,6 +30,7 @@ from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state,
 from lightning_holmes.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
+    argument_names,
     fake_mode_of,
     operator_name,
     sharded_locally,
@@ -190,7 +191,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _repeat(self, index: int, memory: dict[int, torch.UntypedStorage]) -> None:
         operation = self._operations[index]
         args, kwargs = tree.map_tensors(lambda t: self._view(t, memory), (operation.args, operation.kwargs))
-        schema = {argument.name for argument in operation.function._schema.arguments}
+        schema = argument_names(operation.function)
         if "device" in schema and operation.results:
             kwargs["device"] = self._place(operation.results[0])
         if "dtype" in schema and operation.results:

@@ -31,6 +31,7 @@ from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import UPDATE_COUNT, set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import (
     CONSTANTS,
@@ -46,7 +47,7 @@ from lightning_holmes.pipeline.following import FollowPython, FollowValues
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.torch_private import collective_ranks
+from lightning_holmes.torch_private import collective_ranks, registered_modules
 
 _MAX_GRAPH_NODES = 200_000
 
@@ -94,7 +95,7 @@ class Tracer:
         self.step_name = step_name
         self.layers = layers
         self.shadow = shadow_copy(module)
-        modules = self.shadow.get_submodule(layers)._modules
+        modules = registered_modules(self.shadow.get_submodule(layers))
         self.layer_names = list(modules)
         self.layer_list = [m for m in modules.values() if m is not None]
         self.num_layers = len(self.layer_list)
@@ -190,7 +191,7 @@ class Tracer:
         try:
             if self.step_name != "training_step":
                 self.shadow.eval()
-            self.shadow._trainer = self.original._trainer
+            set_trainer(self.shadow, trainer_of(self.original))
             output = self._pass(arguments, context)
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
@@ -358,11 +359,11 @@ class Tracer:
                 object.__setattr__(submodule, "log", self._refused_log(name))
         for name, replacement in (("log", log), ("all_gather", all_gather)):
             object.__setattr__(shadow, name, replacement)
-        trainer = self.original._trainer
+        trainer = trainer_of(self.original)
         if trainer is None:
             return lambda: None
         loggers = trainer.loggers
-        trainer.loggers = [_LoggerProbe(type(self.original).__name__, self.step_name) for _ in loggers]  # type: ignore[misc]
+        trainer.loggers = [_LoggerProbe(type(self.original).__name__, self.step_name) for _ in loggers]
 
         def restore() -> None:
             trainer.loggers = loggers
@@ -483,7 +484,7 @@ class Tracer:
             step_metrics=tuple(dict.fromkeys(self.step_metrics)),
             early_changes=tuple(self._early_changes(buffer_keys)),
             changed_parameters=tuple(self.parameter_writes),
-            kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != "_update_count"),
+            kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != UPDATE_COUNT),
         )
 
     def _where(self, position: int) -> str:
@@ -495,7 +496,7 @@ class Tracer:
         """Python values set at one place and read at another that another stage may run."""
         found = []
         for use in self.uses:
-            if use.key == "_update_count":  # of a metric, whose state is the last stage's
+            if use.key == UPDATE_COUNT:  # of a metric, whose state is the last stage's
                 continue
             for written, from_layer in sorted(use.written):
                 for read, in_layer in sorted(use.read):
@@ -518,7 +519,7 @@ class Tracer:
         names = [name for name, key in buffer_keys.items() if key in self.written_early]
         for use in self.uses:
             if any(not inside and position < self.num_layers for position, inside in use.grew_at):
-                names.append(use.owner if use.key == "_update_count" else use.name)
+                names.append(use.owner if use.key == UPDATE_COUNT else use.name)
         return names
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.lightning_private import begin_epoch_data, combined_loader, forget_data, is_compiled_module
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
@@ -110,7 +111,7 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         UnsupportedModuleError: names what it does and the cure.
     """
     name = type(module).__name__
-    if getattr(module, "_compiler_ctx", None) is not None:
+    if is_compiled_module(module):
         raise UnsupportedModuleError(
             f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
             f"trainer (parts inside a layer may be compiled)"
@@ -282,24 +283,23 @@ def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any
         loop = trainer.fit_loop
         with preserved_random_state(device):
             loop.setup_data()
-            if loop._combined_loader is not None and loop.max_batches:
-                samples["training_step"] = _first_batch(loop._combined_loader, device)
+            loader = combined_loader(loop)
+            if loader is not None and loop.max_batches:
+                samples["training_step"] = _first_batch(loader, device)
         if trainer.enable_validation:
             trainer.validating = True
             validation = loop.epoch_loop.val_loop
             with preserved_random_state(device):
                 validation.setup_data()
-            if validation._combined_loader is not None and not validation.skip:
-                samples["validation_step"] = _first_batch(validation._combined_loader, device)
+            loader = combined_loader(validation)
+            if loader is not None and not validation.skip:
+                samples["validation_step"] = _first_batch(loader, device)
             trainer.training = True
         if trainer.ckpt_path is not None:
             # states of loaders are read when Lightning sets its data up, which it must do again after loading
-            loop._combined_loader = None
-            loop._data_fetcher = None
+            forget_data(loop)
         elif "training_step" in samples:
-            # as Lightning does at the end of its set-up: draws the seeds of the first epoch
-            assert loop._data_fetcher is not None
-            iter(loop._data_fetcher)
+            begin_epoch_data(loop)
         return samples
     evaluation: Any = {
         TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
@@ -309,26 +309,27 @@ def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any
     if evaluation is not None:
         step_name, evaluation_loop = evaluation
         evaluation_loop.setup_data()
-        if evaluation_loop._combined_loader is not None and not evaluation_loop.skip:
-            samples[step_name] = _first_batch(evaluation_loop._combined_loader, device)
+        loader = combined_loader(evaluation_loop)
+        if loader is not None and not evaluation_loop.skip:
+            samples[step_name] = _first_batch(loader, device)
     return samples
 
 
-def _first_batch(combined_loader: Any, device: torch.device) -> Any:
-    limits, combined_loader.limits = combined_loader.limits, None
+def _first_batch(combined: Any, device: torch.device) -> Any:
+    limits, combined.limits = combined.limits, None
     try:
         with preserved_random_state(device):  # even making an iterator draws a seed
-            for loader in combined_loader.flattened:
+            for loader in combined.flattened:
                 if iter(loader) is loader:
                     raise ConfigurationError(
                         f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a "
                         f"pipeline looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
                     )
-            batch, _, _ = next(iter(combined_loader))
+            batch, _, _ = next(iter(combined))
     except StopIteration:
         raise ConfigurationError(
             "a data loader is empty: a pipeline needs one batch to learn the module from"
         ) from None
     finally:
-        combined_loader.limits = limits
+        combined.limits = limits
     return batch

@@ -9,9 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import optimizers_to_device, restore_loaders
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
@@ -84,7 +84,7 @@ class CheckpointingStrategy(JoiningStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
         numbered as plain Lightning does: then all ranks must call."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
         if pipeline is None or self._groups is None:
             return {}
@@ -230,18 +230,8 @@ class CheckpointingStrategy(JoiningStrategy):
             names = self._parameter_groups.names_of(optimizer)
             with self._explaining():
                 checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters, self._shards)
-            _optimizers_to_device([optimizer], self.root_device)
+            optimizers_to_device([optimizer], self.root_device)
         assert self.lightning_module is not None
-        _restore_loaders(self.lightning_module.trainer.fit_loop)
-
-
-def _restore_loaders(loop: Any) -> None:
-    """Give stateful loaders their states. Lightning does it when it makes the loaders, but here, and wherever
-    ``estimated_stepping_batches`` is asked for, they were made, and their first pass begun, before it knew the states."""
-    loader = loop._combined_loader
-    if loader is None or not loop.restarting or not loop._combined_loader_states_to_load:
-        return
-    for each in loader.flattened:
-        _set_sampler_epoch(each, loop.epoch_progress.current.processed)
-    loop._load_combined_loader_states()
-    iter(loop._data_fetcher)
+        # Lightning does it when it makes the loaders, but here, and wherever ``estimated_stepping_batches`` is asked for,
+        # they were made, and their first pass begun, before it knew the states
+        restore_loaders(self.lightning_module.trainer.fit_loop)

@@ -7,19 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _sync_ddp_if_available,
-)
 from torch import Tensor
+
+from lightning_holmes.lightning_private import distributed_is_initialized, gather_over, reduce_over
 
 T = TypeVar("T")
 
 
 def barrier(device: torch.device) -> None:
     """Wait for all ranks."""
-    if not _distributed_is_initialized():
+    if not distributed_is_initialized():
         return
     if dist.get_backend() == "nccl":
         dist.barrier(device_ids=[device.index])
@@ -29,7 +26,7 @@ def barrier(device: torch.device) -> None:
 
 def broadcast(value: T, src: int = 0) -> T:
     """What global rank ``src`` gives."""
-    if not _distributed_is_initialized():
+    if not distributed_is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values, src)
@@ -38,24 +35,24 @@ def broadcast(value: T, src: int = 0) -> T:
 
 def reduce(tensor: Tensor | Any, group: Any, reduce_op: Any) -> Tensor | Any:
     """``tensor`` reduced over ``group``, or as it is where that is None."""
-    if not isinstance(tensor, Tensor) or group is None or not _distributed_is_initialized():
+    if not isinstance(tensor, Tensor) or group is None or not distributed_is_initialized():
         return tensor
     if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
         # Lightning's mean of whole numbers is cut down to one: an odd number of samples over two replicas
         tensor = tensor.to(torch.float64 if tensor.device.type == "cpu" else torch.float32)
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+    return reduce_over(tensor, group, reduce_op=reduce_op)
 
 
 def all_gather(tensor: Tensor, group: Any, *, alone: bool, sync_grads: bool) -> Tensor:
     """``tensor`` of each member of ``group`` (None: all ranks); the first dimension counts them. ``alone``: there are none."""
     if alone:
         return tensor.unsqueeze(0)
-    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+    return gather_over(tensor, group=group, sync_grads=sync_grads)
 
 
 def decide(decision: bool, *, all: bool, device: torch.device) -> bool:
     """Whether every rank has decided for it, or any."""
-    if not _distributed_is_initialized():
+    if not distributed_is_initialized():
         return decision
     votes = torch.tensor(int(decision), device=device)
     dist.all_reduce(votes)

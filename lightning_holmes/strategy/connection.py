@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
@@ -30,6 +29,7 @@ from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
+from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.torch_private import default_store
 
@@ -57,7 +57,7 @@ class Connection:
         self.num_nodes = num_nodes
         self.device = device
         self.options = options
-        default = _get_default_process_group_backend_for_device(device) if self.world_size > 1 else "gloo"
+        default = default_backend(device) if self.world_size > 1 else "gloo"
         self.backend = options.process_group_backend or default
         self.inventory: HostInventory | None = None
         self.user = UserSettings()

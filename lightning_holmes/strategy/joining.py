@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import HolmesError
+from lightning_holmes.lightning_private import set_device_mesh
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.strategy import collectives
@@ -149,7 +150,7 @@ class JoiningStrategy(ParallelStrategy):
             if self._job is None:
                 self._job = Job(self._connection, self._options)
         if self.lightning_module is not None:
-            self.lightning_module._device_mesh = self._job.device_mesh
+            set_device_mesh(self.lightning_module, self._job.device_mesh)
         publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_holmes.errors import HolmesError
+from lightning_holmes.lightning_private import before_batch_transfer
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
@@ -59,7 +60,7 @@ class PlanningStrategy(SteppingStrategy):
         samples = {}
         for step_name, batch in admission.sample_batches(trainer, self.root_device).items():
             batch = self.precision_plugin.convert_input(batch)
-            batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = before_batch_transfer(self.lightning_module, batch)
             samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
         return samples
 

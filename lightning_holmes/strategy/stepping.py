@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import active_loop
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import replay
@@ -163,7 +164,7 @@ class SteppingStrategy(CheckpointingStrategy):
         if step_name == "predict_step":
             return False
         fitting = self._trainer.state.fn == TrainerFn.FITTING
-        loop: Any = self._trainer.fit_loop.epoch_loop.val_loop if fitting else self._trainer._active_loop
+        loop: Any = self._trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self._trainer)
         if loop is None or loop.batch_progress.is_last_batch:
             return True
         index = arguments[1] if len(arguments) > 1 else 0

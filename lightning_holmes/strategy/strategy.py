@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +30,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import SUMMARY, optimizers_to_device, prints_summary, reset_optimizers
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -311,7 +311,7 @@ class HolmesStrategy(PlanningStrategy):
             ParameterGroups(self._pipeline, self.optimizers, group_names, callbacks, self._job.connection.all_gather)
         )
         self.setup_precision_plugin()
-        _optimizers_to_device(self.optimizers, self.root_device)
+        optimizers_to_device(self.optimizers, self.root_device)
         self._gradients = make_gradients(
             self._pipeline,
             self._groups,
@@ -399,9 +399,9 @@ class HolmesStrategy(PlanningStrategy):
         if module.example_input_array is None:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ModelSummary) and callback._max_depth:
-                summary = callback._summary(trainer, module)
-                self._changes.replace(callback, _summary=lambda *_, made=summary: made)
+            if isinstance(callback, ModelSummary) and prints_summary(callback):
+                summary = getattr(callback, SUMMARY)(trainer, module)
+                self._changes.replace(callback, **{SUMMARY: lambda *_, made=summary: made})
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
@@ -410,7 +410,7 @@ class HolmesStrategy(PlanningStrategy):
         return self._gradients.host.norm(parameters)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        self._reset_optimizers_and_schedulers()
+        reset_optimizers(self)
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:

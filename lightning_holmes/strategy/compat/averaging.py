@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import Self
 
 from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.lightning_private import average_model
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -63,7 +64,7 @@ class WeightAverages(Replacements):
     @contextmanager
     def _showing_local(self, callback: Any) -> Iterator[None]:
         """``parameters()`` of the module and of its average yield those that this rank holds, by the same names."""
-        average = callback._average_model
+        average = average_model(callback)
         modules = [self._pipeline.module]
         if average is not None:
             modules += [average, average.module] if isinstance(callback, WeightAveraging) else [average]

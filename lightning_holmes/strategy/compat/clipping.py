@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from torch.optim import Optimizer
 
+from lightning_holmes.lightning_private import AFTER_CLOSURE, handles_unscaling
 from lightning_holmes.optim.host import OptimizerHost, ShardedHost
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -28,15 +28,15 @@ def clipping(plugin: Any, host: OptimizerHost) -> Iterator[None]:
     with Replacements() as run:
         run.replace(plugin, clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
         if isinstance(host, ShardedHost):
-            run.replace(plugin, _after_closure=_with_whole_gradients(plugin, host))
+            run.replace(plugin, **{AFTER_CLOSURE: _with_whole_gradients(plugin, host)})
         yield
 
 
 def _with_whole_gradients(plugin: Any, host: ShardedHost) -> Callable[[Any, Any], None]:
-    own, scaler = plugin._after_closure, getattr(plugin, "scaler", None)
+    own, scaler = getattr(plugin, AFTER_CLOSURE), getattr(plugin, "scaler", None)
 
     def after_closure(model: Any, optimizer: Any) -> None:
-        if scaler is not None and not _optimizer_handles_unscaling(optimizer):  # it has unscaled the pieces here
+        if scaler is not None and not handles_unscaling(optimizer):  # it has unscaled the pieces here
             host.unscaled(1.0 / scaler.get_scale())
         own(model, optimizer)
         host.absorb()

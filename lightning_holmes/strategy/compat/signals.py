@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import Self
 
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.lightning_private import BEFORE_BATCH, ON_REQUEUE, ON_SIGTERM, signal_connector
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 _GO_ON, _END, _REQUEUE = 0, 1, 2
@@ -46,7 +47,7 @@ class BatchSignals(Replacements):
         self._watch = watch
         self._explaining = explaining
         self._waiting = waiting
-        self._connector: Any = trainer._signal_connector
+        self._connector: Any = signal_connector(trainer)
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._told_to_end = False
         self._told_to_requeue: int | None = None
@@ -54,11 +55,9 @@ class BatchSignals(Replacements):
         """All ranks have left their loops at the same place, and none has failed."""
 
     def __enter__(self) -> Self:
-        self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
-        self.replace(
-            self._connector, _sigterm_notifier_fn=self._note_sigterm, _slurm_sigusr_handler_fn=self._note_requeue
-        )
-        self.replace(self._loop, _broadcast_sigterm_tensor=self._agree)
+        self._save_and_requeue = getattr(self._connector, ON_REQUEUE)
+        self.replace(self._connector, **{ON_SIGTERM: self._note_sigterm, ON_REQUEUE: self._note_requeue})
+        self.replace(self._loop, **{BEFORE_BATCH: self._agree})
         return self
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
