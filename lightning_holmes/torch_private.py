@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "DTENSOR_PARTS",
     "MODULE_REGISTRIES",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -57,9 +56,6 @@ __all__ = [
     "written_arguments",
 ]
 
-
-DTENSOR_PARTS = ("_spec", "_local_tensor")
-"""The attributes of a DTensor that make it one; all others in its ``__dict__`` were written there by somebody."""
 
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks")
 """The attributes of a module that keep what was registered with it, beside the plain ones."""

@@ -228,3 +228,106 @@ def test_activation_checkpointing_of_both_kinds_is_noticed_and_works_as_before()
     assert len(noticed) == 2
     checkpoint(layer, x, use_reentrant=False)
     assert len(noticed) == 2
+
+
+def test_what_is_registered_with_a_module_is_found_and_exchanged() -> None:
+    class Registered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+            self.register_parameter("none", None)
+            self.weight, self.first = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
+            self.second, self.plain = self.first, torch.ones(1)
+
+    module = Registered()
+    assert set(torch_private.MODULE_REGISTRIES) < set(vars(module)) and "plain" in vars(module)
+    torch_private.registered_parameters(module)["weight"] = replaced = nn.Parameter(torch.zeros(1))
+    torch_private.registered_buffers(module)["seen"] = torch.ones(1)
+    assert module.weight is replaced and float(module.seen) == 1.0
+    assert list(torch_private.registered_parameters(module)) == ["none", "weight"]
+    assert list(torch_private.registered_modules(module)) == ["first", "second"]
+    assert not torch_private.has_load_hooks(module)
+    module.register_load_state_dict_pre_hook(lambda *args: None)
+    assert torch_private.has_load_hooks(module)
+
+
+def test_modules_tell_how_they_are_initialised_and_moved() -> None:
+    assert torch_private.initialiser_of(nn.ReLU()) is None
+    for module in (nn.Linear(2, 2), nn.MultiheadAttention(4, 2)):
+        initialise = torch_private.initialiser_of(module)
+        assert initialise is not None
+        weight = next(p for p in module.parameters() if p.ndim == 2)
+        weight.data.zero_()
+        initialise()
+        assert weight.abs().sum() > 0
+
+    class Moved(nn.Module):
+        moved = 0
+
+        def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+            self.moved += 1
+            return super()._apply(fn, recurse)
+
+    module = Moved()
+    module.to(torch.float64).half().to_empty(device="cpu")
+    assert module.moved == 3, "models/hf.py builds itself before it is moved"
+
+
+def test_optimizers_keep_hooks_in_attributes_that_say_so() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    hook = optimizer.register_step_post_hook(lambda *args: None)
+    keeping = [name for name, value in vars(optimizer).items() if torch_private.holds_hooks(name) and value]
+    assert keeping == ["_optimizer_step_post_hooks"] and hook.id in vars(optimizer)[keeping[0]]
+    assert not any(map(torch_private.holds_hooks, ("state", "param_groups", "defaults")))
+
+
+def test_operators_name_their_arguments() -> None:
+    assert torch_private.argument_names(torch.ops.aten.empty_like.default) >= {"self", "dtype", "device"}
+
+
+def test_nccl_groups_take_the_network_module_by_name() -> None:
+    if not dist.is_nccl_available():
+        assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: nothing asks for such a group
+        return
+    assert torch_private.nccl_options("Socket").config.net_name == "Socket"
+
+
+def test_code_that_may_not_be_compiled_whole_is_told_from_other_errors() -> None:
+    @torch.compiler.disable
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable") as raised:
+        torch.compile(lambda x: apart(x) * 2, fullgraph=True, backend="eager")(torch.ones(1))
+    assert torch_private.is_broken_graph(raised.value)
+    assert not torch_private.is_broken_graph(RuntimeError("torch.compiler.disable"))
+
+
+def test_chosen_tensors_are_sharded_without_sending_and_nothing_is_written_on_them(
+    tmp_path,  # type: ignore[no-untyped-def]
+) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sent(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += func.namespace in ("c10d", "_c10d_functional")
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, whole = DeviceMesh("cpu", [0]), torch.arange(4.0)
+        sent = []
+        for chosen in (lambda tensor: False, lambda tensor: tensor is whole):
+            for placement in (Shard(0), Replicate()):
+                with torch_private.sharded_locally(chosen), Sent() as counted:
+                    split = distribute_tensor(whole, mesh, [placement])
+                assert vars(split) == {} and set(vars(nn.Parameter(split))) <= {"_is_param"}  # elementwise copies it
+                assert torch_private.local_tensor(split).tolist() == whole.tolist()
+                sent.append(counted.count)
+        assert sent[0] and sent[1] and sent[2:] == [0, 0]
+    finally:
+        dist.destroy_process_group()

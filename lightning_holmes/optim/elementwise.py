@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_holmes.torch_private import DTENSOR_PARTS, holds_hooks
+from lightning_holmes.torch_private import holds_hooks
 
 Level = Literal["elements", "parameters", "none"]
 
@@ -128,8 +128,8 @@ def _synchronise(device: torch.device) -> None:
 
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
-    """What somebody has written on a parameter, and optimizers may read; not what makes it a DTensor."""
-    return {name: value for name, value in vars(parameter).items() if name not in DTENSOR_PARTS}
+    """What somebody has written on a parameter, and optimizers may read."""
+    return dict(vars(parameter))
 
 
 def _test_group(
