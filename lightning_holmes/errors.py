@@ -1,4 +1,4 @@
-"""The exceptions that users meet. Every module may import them; they import nothing.
+"""The exceptions that users meet. Every module may import them; they import nothing of the package.
 
 Each message names the value that is wrong, the place where it stands and what to write instead:
 
@@ -6,6 +6,9 @@ Each message names the value that is wrong, the place where it stands and what t
 
 Mistakes in our own code are plain assertions, not these.
 """
+
+import contextlib
+from collections.abc import Iterator
 
 
 class HolmesError(Exception):
@@ -56,3 +59,14 @@ class TestbedUnavailable(TestbedError):
 
 class UnreachableError(HolmesError):
     """Ranks that must talk cannot connect; the message names both ends, their interfaces and the port."""
+
+
+@contextlib.contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Around an import of an optional package: ConfigurationError says how to install what ``what`` needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{what} needs {error.name or error}, which is not installed: pip install 'lightning-holmes[{extra}]'"
+        ) from error

@@ -27,14 +27,14 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave, and what it left behind.
+    """What a step gave, and what it left on the module.
 
     Attributes:
         output: what it returned.
         calls: what it logged, in order.
         gradients: by parameter; empty for a step that does not train.
         state: buffers, metrics and plain attributes, by name.
-        stages_of: the stages that hold a parameter; none where the module is not cut.
+        stages_of: the stages that hold a parameter; none where the module is not split.
     """
 
     output: Any

@@ -307,13 +307,13 @@ class _SimulatedPipeline:
         self.results = [results[rank] for rank in range(len(self.drivers))]
 
     def outcome(self, step_name: str) -> Outcome:
-        """What the step that was run gave and left behind."""
+        """What the step that was run gave and left on the module."""
         output, calls = self.results[0].output, self.results[0].calls
         gradients = self.gradients() if step_name == "training_step" else {}
         return Outcome(output=output, calls=calls, gradients=gradients, state=self.state(), stages_of=self.stages_of)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold parameter ``name``; none where the module is not cut."""
+        """The stages that hold parameter ``name``; none where the module is not split."""
         return () if self.structure is None else self.structure.stages_of(self.partition, name)
 
     def gradients(self) -> dict[str, Tensor | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.checkpoint.converting import Item
-from lightning_holmes.errors import CheckpointError, ConfigurationError
+from lightning_holmes.errors import CheckpointError, needs_extra
 
 _BASE = ".base_layer."
 _ADAPTER = ".lora_"
@@ -65,12 +65,8 @@ def _adding(item: Item, down: Item, up: Item, scale: float, *, transposed: bool)
 
 def load_transformers() -> Any:
     """The library, which an export needs. Raises ConfigurationError if it is not installed."""
-    try:
+    with needs_extra("exporting safetensors", "hf"):
         import transformers
-    except ImportError as error:
-        raise ConfigurationError(
-            "exporting safetensors needs transformers, which is not installed: pip install lightning-holmes[hf]"
-        ) from error
     return transformers
 
 

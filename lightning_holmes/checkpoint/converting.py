@@ -88,11 +88,11 @@ def _open_folder(path: Path) -> Source:
     manifest = Manifest.load(path) if not torn else None
     if manifest is None:
         raise CheckpointError(torn[0])
-    absent = sorted(set(manifest.files) - manifest.present_files(path))
-    if absent:
-        hosts = sorted({manifest.files[name].host for name in absent})
+    missing = sorted(set(manifest.files) - manifest.present_files(path))
+    if missing:
+        hosts = sorted({manifest.files[name].host for name in missing})
         raise CheckpointError(
-            f"{path} lacks {', '.join(absent[:3])}, written on the hosts {hosts}: copy them here first"
+            f"{path} lacks {', '.join(missing[:3])}, written on the hosts {hosts}: copy them here first"
         )
     checkpoint = load_folder(path, 0, lambda value: [value], weights_only=True)
     reader = FolderReader(manifest, path)

@@ -276,7 +276,7 @@ class CheckpointManager:
 
 
 def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: bool) -> dict[Value, Any]:
-    """What this rank writes; the ranks of a tensor group, which must call together, divide their replica's share."""
+    """What this rank writes; the ranks of a tensor group, which must call together, write parts of their replica's share."""
     alone = {name: value for name, value in values.items() if assigned and name[0] != "state_dict"}
     alike = {name: value for name, value in values.items() if name not in alone}
     ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone

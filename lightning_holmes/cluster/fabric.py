@@ -294,7 +294,7 @@ class _Grouping:
 
 
 def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_Fabric, list[LiveHost]]]:
-    """Deal hosts to fabrics: again and again the fabric with the most hosts left, then the fastest."""
+    """Assign hosts to fabrics: again and again the fabric with the most hosts left, then the fastest."""
     remaining = {host.name for host in free}
     found: list[tuple[_Fabric, list[LiveHost]]] = []
     left = list(fabrics)  # in the order of their names, so that the first of equals is always the same

@@ -126,8 +126,8 @@ def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> Ho
     master = master_addr or environment.get("MASTER_ADDR")
     every = read_interfaces(reader, f"{machine}/sys/class/net")
     rdma = read_rdma_ports(reader, f"{sysfs}/class/infiniband", {interface.name: interface for interface in every})
-    behind = {port.interface for port in rdma if port.interface is not None}
-    main = find_main_interface(reader, every, behind_rdma=behind, proc_net=f"{machine}/proc/net", master_addr=master)
+    of_rdma = {port.interface for port in rdma if port.interface is not None}
+    main = find_main_interface(reader, every, of_rdma=of_rdma, proc_net=f"{machine}/proc/net", master_addr=master)
     name, identity = _identity(reader, environment, machine)
     source, switches = read_switches(reader, environment)
     return HostInventory(
@@ -137,7 +137,7 @@ def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> Ho
         switches=switches,
         switches_source=source,
         rdma=rdma,
-        interfaces=choose_interfaces(every, behind_rdma=behind, main=main),
+        interfaces=choose_interfaces(every, of_rdma=of_rdma, main=main),
         main_interface=main,
         gpus=read_gpus(
             reader, pci_devices=f"{machine}/sys/bus/pci/devices", nvidia=f"{machine}/proc/driver/nvidia/gpus"

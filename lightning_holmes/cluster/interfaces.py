@@ -80,24 +80,22 @@ def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...
     return tuple(found)
 
 
-def choose_interfaces(
-    interfaces: Sequence[Interface], *, behind_rdma: set[str], main: str | None
-) -> tuple[Interface, ...]:
+def choose_interfaces(interfaces: Sequence[Interface], *, of_rdma: set[str], main: str | None) -> tuple[Interface, ...]:
     """Those that carry traffic between hosts, the main one first.
 
     Left out: loopback and docker-like bridges (unless there is nothing else), members of bonds and bridges,
-    interfaces behind RDMA devices (they are reached as those), and virtual ones without an address. The main
+    interfaces of RDMA devices (they are reached as those), and virtual ones without an address. The main
     interface always stays.
     """
     chosen = [
         interface
         for interface in interfaces
-        if interface.name == main or (interface.name not in behind_rdma and _carries(interface))
+        if interface.name == main or (interface.name not in of_rdma and _carries(interface))
     ]
     if not chosen:
-        chosen = [i for i in interfaces if i.addresses and i.name not in behind_rdma and i.kind != "loopback"]
+        chosen = [i for i in interfaces if i.addresses and i.name not in of_rdma and i.kind != "loopback"]
     if not chosen:
-        chosen = [i for i in interfaces if i.kind == "loopback" and not behind_rdma]
+        chosen = [i for i in interfaces if i.kind == "loopback" and not of_rdma]
     return tuple(sorted(chosen, key=lambda i: i.name != main))
 
 
@@ -105,13 +103,13 @@ def find_main_interface(
     reader: SysfsReader,
     interfaces: Sequence[Interface],
     *,
-    behind_rdma: set[str],
+    of_rdma: set[str],
     proc_net: str,
     master_addr: str | None,
 ) -> str | None:
     """The interface that reaches the master, else the default route's, else the first that is up with an address.
 
-    One behind an RDMA device is taken in the last case only if there is no other.
+    One of an RDMA device is taken in the last case only if there is no other.
     """
     if master_addr:
         source = source_address(master_addr)
@@ -122,7 +120,7 @@ def find_main_interface(
     if any(interface.name == routed for interface in interfaces):
         return routed
     usable = [i for i in interfaces if i.up and i.addresses and _carries(i)]
-    usable.sort(key=lambda i: (i.name in behind_rdma, i.kind not in ("ethernet", "virtio", "bond", "veth")))
+    usable.sort(key=lambda i: (i.name in of_rdma, i.kind not in ("ethernet", "virtio", "bond", "veth")))
     return usable[0].name if usable else None
 
 

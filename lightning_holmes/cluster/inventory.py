@@ -407,7 +407,7 @@ class _Leader:
 
 
 def _live_names(topology: Topology, hosts: Sequence[LiveHost]) -> dict[str, str]:
-    """The name of the live host behind each host of a topology with ranks."""
+    """The name of the live host that stands for each host of a topology with ranks."""
     by_rank = {rank: host.name for host in hosts for rank in host.ranks}
     return {host.name: by_rank[topology.ranks_of_host(host.name)[0]] for host in topology.hosts}
 

@@ -17,7 +17,7 @@ def with_live_nics(topology: Topology, live: Mapping[str, LiveHost]) -> Topology
     warning. A host without NICs in the file gets all that it has, one without Ethernet its Ethernet ones.
 
     Args:
-        live: the live host behind each host of the file, by the file's name.
+        live: the live host that each host of the file means, by the file's name.
     """
     warnings = list(topology.warnings)
     clusters = []

@@ -30,7 +30,7 @@ class Nic:
         name: as NCCL knows it: the RDMA device (``mlx5_0``; ``mlx5_0:2`` for a port of several) or the interface.
         kind: what it speaks.
         bandwidth_bytes_per_s: the rate it states; None where that is not known.
-        interface: the network interface behind it, by which sockets use it; None if there is none or it is not known.
+        interface: its network interface, by which sockets use it; None if there is none or it is not known.
         addresses: the interface's IP addresses, IPv4 first.
         up: whether it can be used. What a hand-written file names is taken to be up.
         fabric: cards of one fabric reach each other over ``kind``; None where that is not known.

@@ -43,7 +43,7 @@ _CONNECTIONS = 256  # at once; more wait in the kernel's queue
 _HANDSHAKE_S = 2.0
 _ANSWER_S = 2.0
 _RAMP = 0.25  # of the time: TCP's slow start and a shaper's burst are left out of the rate
-_WINDOWS = 32  # into which the rest is cut
+_WINDOWS = 32  # into which the rest is split
 _UNSENT_S = 0.04  # of sending that may wait in the sender's socket, for when its process is stopped
 _SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -377,9 +377,9 @@ def steady_rate(samples: Sequence[tuple[float, int]]) -> tuple[float, int]:
     """(seconds, bytes) of the window in which the middle byte came. samples: (when, bytes until then), in order.
 
     A host whose processes are stopped for a while, as by a processor quota, neither sends nor reads meanwhile, and reads
-    at once what has come when it goes on: neither is the link's rate. So what is left behind the first quarter (TCP's
-    slow start, a shaper's burst) is cut into windows of a thirty-second, and of those, in the order of their rates, the one
-    counts before and behind which as many bytes came. (0, 0) for fewer than three samples.
+    at once what has come when it goes on: neither is the link's rate. So what comes after the first quarter (TCP's
+    slow start, a shaper's burst) is split into windows of a thirty-second, and of those, in the order of their rates, the one
+    counts before and after which as many bytes came. (0, 0) for fewer than three samples.
     """
     if len(samples) < 3:
         return 0.0, 0

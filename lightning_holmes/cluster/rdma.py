@@ -36,7 +36,7 @@ class RdmaPort:
         up: ACTIVE, and the interface that its GIDs name is up.
         sm_lid: the LID of the subnet manager; None on RoCE, and where there is none.
         subnet_prefix: the first half of an InfiniBand GID.
-        interface: the network interface behind it.
+        interface: its network interface.
         addresses: with prefix length. From the interface; where that is not visible here, from the RoCE GIDs,
             with /24 or /64 taken for granted.
         function: "physical" or "virtual" with SR-IOV, None without.

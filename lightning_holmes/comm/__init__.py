@@ -1,1 +1,1 @@
-"""How bytes move: process groups, the edges of a pipeline, and messages between its ranks."""
+"""How bytes move: process groups, p2p between the stages of a pipeline, and messages between its ranks."""

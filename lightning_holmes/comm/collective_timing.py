@@ -100,7 +100,7 @@ def measure(
 ) -> Measured:
     """Time the candidates on the first of ``buffers``, as much of it as the budget allows. All members must call.
 
-    shares: time what a divided optimizer needs, each member's share of the sum and the gathering of as much.
+    shares: time what a sharded optimizer needs, each member's share of the sum and the gathering of as much.
     Members agree on each time (the slowest counts), and so on all that follows from it. Nothing else may run in the
     queue.
     """

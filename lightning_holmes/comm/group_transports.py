@@ -60,7 +60,7 @@ class GroupTransports:
         if nic.interface is None and choice.kind != "local":
             raise ConfigurationError(
                 f"{nic.name} is the card of rank {self._rank} for the group of ranks {_shown(ranks)}, but which network "
-                f"interface is behind it is not known, and gloo needs one: give its `interface` in the topology file"
+                f"interface it has is not known, and gloo needs one: give its `interface` in the topology file"
             )
         return nic.interface
 
@@ -141,14 +141,14 @@ class GroupTransports:
         host = self._chooser.host(self._rank)
         reaching = self._chooser.reaching(self._rank, ranks)
         main = self._chooser.main_nic(self._rank)
-        behind: dict[str, list[Nic]] = {}
+        by_interface: dict[str, list[Nic]] = {}
         for nic in host.nics:
             if nic.interface is not None:
-                behind.setdefault(nic.interface, []).append(nic)
+                by_interface.setdefault(nic.interface, []).append(nic)
         for variable in socket_variables(self._backend):
-            for name in named_interfaces(variable, self._user.get(variable) or "", list(behind)):
-                (nic, *_) = behind[name]
-                if any(card in reaching for card in behind[name]) or not nic.addresses:
+            for name in named_interfaces(variable, self._user.get(variable) or "", list(by_interface)):
+                (nic, *_) = by_interface[name]
+                if any(card in reaching for card in by_interface[name]) or not nic.addresses:
                     continue  # without an address it is not used
                 why = (
                     f"{nic.name} ({nic.kind}) is down"

@@ -1,4 +1,4 @@
-"""The process groups of a placement: replicas, tensor groups, pipelines, and an edge for each ordered pair that talks.
+"""The process groups of a placement: replicas, tensor groups, pipelines, and a group for each ordered pair of stages that talks.
 
 Every rank must build them, in the same order.
 """
@@ -129,7 +129,7 @@ class GroupBuilder:
         )
         return created
 
-    def build_edge(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
+    def build_p2p(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
         """A group of two between which tensors go one way; None on other ranks.
 
         It is used once that way, too: NCCL makes a communicator of its own for the first transfer between two ranks.
@@ -210,8 +210,8 @@ def build_process_groups(
         pipeline = builder.build(ranks, f"holmes_pipeline_{name}") or pipeline
         messages = builder.build(ranks, f"holmes_messages_{name}", on_host=True) or messages
         for source, destination in sorted(set(pairs)):
-            edge = f"holmes_edge_{name}_{source}_{destination}"
-            made = builder.build_edge(ranks[source], ranks[destination], edge)
+            name_of_pair = f"holmes_p2p_{name}_{source}_{destination}"
+            made = builder.build_p2p(ranks[source], ranks[destination], name_of_pair)
             if made is not None and ranks[source] == builder.rank:
                 outgoing[destination] = made
             elif made is not None:

@@ -1,4 +1,4 @@
-"""The edges of a pipeline: tensors and small messages between its ranks.
+"""P2P: tensors and small messages between its ranks.
 
 :class:`P2P` is what the runner knows. :class:`DistributedP2P` moves bytes by torch.distributed,
 :class:`LocalP2P` hands them over within one process (``lightning_holmes.check``).

@@ -94,7 +94,7 @@ class ThreadQueue:
 
     def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work:
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_lane", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_comm", daemon=True)
             self._thread.start()
         told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
         work = _ThreadWork(function, told)

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_holmes.cluster.network import Cluster
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.topology_table import bandwidth, latency, ranges
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, needs_extra
 
 _COLORS = {"infiniband": "#2a7f3f", "roce": "#b35c00", "ethernet": "#4a6fa5"}
 _MAX_ROWS = 16  # hosts in a column; of more, the number is written
@@ -104,10 +104,6 @@ def _write(
 
 
 def _import_figure() -> Any:
-    try:
+    with needs_extra("--plot", "plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed: pip install 'lightning-holmes[plot]'"
-        ) from error
     return Figure

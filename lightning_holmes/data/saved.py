@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes.data.counting import CountedDataModule
 from lightning_holmes.data.tokenizing import FolderTokenizer
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, needs_extra
 
 _IGNORED = -100
 _VALIDATION = ("validation", "valid", "val", "test")
@@ -173,12 +173,8 @@ def _load(path: str) -> Any:
             f"path={path!r}: there is no such folder (looked in {Path.cwd()}). Give one that save_to_disk wrote; nothing is "
             "downloaded."
         )
-    try:
+    with needs_extra("SavedDataset", "data"):
         import datasets
-    except ImportError as error:
-        raise ConfigurationError(
-            "SavedDataset needs the package datasets, which is not installed: pip install lightning-holmes[data]"
-        ) from error
     try:
         return datasets.load_from_disk(path)
     except (OSError, ValueError) as error:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from lightning_holmes.data.tokens import TokenDtype
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, needs_extra
 
 PIECE_BYTES = 1 << 16  # of text, tokenized at a time by one thread
 COMMIT_BYTES = 1 << 23  # of text, between two entries of the journal
@@ -73,13 +73,8 @@ class FolderTokenizer:
                 f"tokenizer={folder!r}: there is no such folder (looked in {Path.cwd()}). Give a local folder that "
                 'save_pretrained wrote (nothing is downloaded), or "bytes".'
             )
-        try:
+        with needs_extra(f"tokenizer={folder!r}", "hf"):
             from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigurationError(
-                f"tokenizer={folder!r} needs the package transformers, which is not installed: "
-                'pip install lightning-holmes[hf], or give "bytes".'
-            ) from error
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:

@@ -167,25 +167,20 @@ class GPT(CausalLM):
         self.warmup_steps = warmup_steps
         self.betas = betas
 
-        self._is_built = self._is_shared_out = False
+        self._is_built = self._is_sharded = False
         if not defer_init:
             self._build()
 
     def configure_model(self) -> None:
-        """Make the layers, if they are not there yet, and share them out over the tensor group, if there is one."""
+        """Make the layers, if they are not there yet, and shard them over the tensor group, if there is one."""
         if not self._is_built:
             self._build()
         mesh = self.device_mesh
         axis = "tensor_parallel"
-        if (
-            mesh is not None
-            and axis in (mesh.mesh_dim_names or ())
-            and mesh[axis].size() > 1
-            and not self._is_shared_out
-        ):
-            self._share_out(mesh[axis])
+        if mesh is not None and axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1 and not self._is_sharded:
+            self._shard(mesh[axis])
 
-    def _share_out(self, mesh: DeviceMesh) -> None:
+    def _shard(self, mesh: DeviceMesh) -> None:
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -209,7 +204,7 @@ class GPT(CausalLM):
         parallelize_module(self, mesh, plan)
         if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self._is_shared_out = True
+        self._is_sharded = True
 
     def _build(self) -> None:
         shape: Any = self.hparams

@@ -10,7 +10,7 @@ optimizer. Reads no network. Needs the extra: `pip install lightning-holmes[hf]`
 A batch is a dict with "input_ids" (B, S), optionally "attention_mask" and "labels" (B, S), and whatever
 else the model's forward takes. Labels are *not* shifted: as everywhere in Hugging Face, `labels[i]` is the
 token at position i, predicted from those before it; -100 is ignored. Without labels the input itself is
-learnt, padding left out.
+the target, padding left out.
 
 The loss is the mean over the tokens that count, made from the model's logits (causal_lm.py). A router's
 load-balancing loss is no such mean, and is refused.
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, needs_extra
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.models.causal_lm import IGNORE_INDEX, CausalLM
 from lightning_holmes.models.pretrained import PretrainedFolder
@@ -206,12 +206,8 @@ class HFCausalLM(CausalLM):
 
 
 def _import_transformers() -> Any:
-    try:
+    with needs_extra("HFCausalLM", "hf"):
         import transformers
-    except ImportError as error:
-        raise ConfigurationError(
-            "HFCausalLM needs the package transformers, which is not installed: pip install lightning-holmes[hf]"
-        ) from error
     return transformers
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, needs_extra
 from lightning_holmes.models.hf import HFCausalLM
 
 _ALL_LINEAR = "all-linear"
@@ -109,10 +109,6 @@ class LoRACausalLM(HFCausalLM):
 
 
 def _import_peft() -> Any:
-    try:
+    with needs_extra("LoRACausalLM", "lora"):
         import peft
-    except ImportError as error:
-        raise ConfigurationError(
-            "LoRACausalLM needs the package peft, which is not installed: pip install lightning-holmes[lora]"
-        ) from error
     return peft

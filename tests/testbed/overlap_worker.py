@@ -34,7 +34,7 @@ def main(num_bytes: int, seconds: float) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     cpu = torch.device("cpu")
     builder = GroupBuilder(rank=rank, backend="gloo", device=cpu, timeout=timedelta(seconds=60))
-    there, back = builder.build_edge(0, 1, "there"), builder.build_edge(1, 0, "back")
+    there, back = builder.build_p2p(0, 1, "there"), builder.build_p2p(1, 0, "back")
     messages = builder.build((0, 1), "messages", on_host=True)
     assert there is not None and back is not None and messages is not None
     outgoing, incoming = ({1: there}, {1: back}) if rank == 0 else ({0: back}, {0: there})

@@ -210,7 +210,7 @@ class Testbed:
         Args:
             argv: the command. It is found by PATH.
             processes_per_host: start it by torchrun with so many processes on each host; argv is then what stands
-                behind torchrun's own options: a script, or "-m" and a module.
+                after torchrun's own options: a script, or "-m" and a module.
             shuffle: number the nodes in an order that is not the topology's.
             node_order: or number them in this one: the hosts' names.
             hosts: only these hosts.
@@ -271,7 +271,7 @@ class Testbed:
     def torchrun(
         self, args: Sequence[str], *, nproc_per_node: int | None = None, shuffle_nodes: bool = False, **options: Any
     ) -> dict[str, HostResult]:
-        """torchrun on every host with `args` behind its own options; `options` are :meth:`run`'s.
+        """torchrun on every host with `args` after its own options; `options` are :meth:`run`'s.
 
         nproc_per_node is by default the number of devices of a host, if it is the same for all.
         """

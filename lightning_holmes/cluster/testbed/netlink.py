@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_holmes.cluster.testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
-from lightning_holmes.errors import ConfigurationError, TestbedError, TestbedUnavailable
+from lightning_holmes.errors import TestbedError, TestbedUnavailable, needs_extra
 
 NAMESPACES = Path("/run/netns")  # where ip keeps named namespaces
 _CLONE_NEWNET, _MS_BIND, _MNT_DETACH, _IFF_UP = 0x40000000, 4096, 2, 1
@@ -44,13 +44,8 @@ class InterfaceState:
 
 
 def _pyroute2() -> Any:
-    try:
+    with needs_extra("the testbed, which speaks to the kernel,", "testbed"):
         import pyroute2
-    except ImportError as error:
-        raise ConfigurationError(
-            "the testbed speaks to the kernel through pyroute2, which is not installed; "
-            "pip install 'lightning-holmes[testbed]'"
-        ) from error
     return pyroute2
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import needs_extra
 
 _MEGABYTE = 1e6
 
@@ -184,8 +184,6 @@ def show_seconds(seconds: float) -> str:
 
 def load_figure_class() -> Any:
     """matplotlib's Figure. Raises ConfigurationError if it is not installed."""
-    try:
+    with needs_extra("the chart", "plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError("the chart needs matplotlib; pip install 'lightning-holmes[plot]'") from error
     return Figure
