@@ -154,9 +154,7 @@ class HolmesCLI(LightningCLI):
             return
         # check needs neither the trainer nor its loggers, devices and callbacks: none of them is made.
         self.strategy_args = make_strategy_args(self.config[CHECK].trainer.strategy)
-        config = self.config.clone()
-        for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
-            config[CHECK].trainer[name] = None if name != "strategy" else "auto"
+        config = self._without_trainer(CHECK)
         self.config_init = self.parser.instantiate_classes(config)
         self.datamodule = config_value(self, self.config_init, "data")
         self.model = config_value(self, self.config_init, "model")
@@ -212,11 +210,16 @@ class HolmesCLI(LightningCLI):
             trainer=options.trainer,
         )
 
-    def _make_only(self, part: str) -> Any:
-        """The module or the data module alone; None if there is none."""
+    def _without_trainer(self, subcommand: str) -> Any:
+        """The configuration, with nothing that a Trainer would be made with."""
         config = self.config.clone()
         for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
-            config[PLAN].trainer[name] = None if name != "strategy" else "auto"
+            config[subcommand].trainer[name] = None if name != "strategy" else "auto"
+        return config
+
+    def _make_only(self, part: str) -> Any:
+        """The module or the data module alone; None if there is none."""
+        config = self._without_trainer(PLAN)
         config[PLAN]["data" if part == "model" else "model"] = None
         if config[PLAN].get(part) is None:
             return None

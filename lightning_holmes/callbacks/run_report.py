@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline import tree
 
 
 class Throughput(Callback):
@@ -101,22 +102,11 @@ def count_batch(batch: Any) -> tuple[str, int]:
     """("tokens", how many) or ("samples", how many) in one batch."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return "tokens", batch["input_ids"].numel()
-    tensors = list(_tensors_of(batch))
+    tensors = tree.tensors_of(batch)
     for tensor in tensors:
         if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim >= 2:
             return "tokens", tensor.numel()
     return "samples", next((len(tensor) for tensor in tensors if tensor.ndim >= 1), 1)
-
-
-def _tensors_of(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors_of(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors_of(value)
 
 
 class RunSummary(Callback):

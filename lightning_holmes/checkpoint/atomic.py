@@ -69,11 +69,6 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def exists(path: Path) -> bool:
-    """Whether the name is taken, also by a link that leads nowhere."""
-    return os.path.lexists(path)
-
-
 def exchange(left: Path, right: Path) -> bool:
     """Swap two names in one step; False where the system or the file system cannot."""
     try:
@@ -89,7 +84,7 @@ def replace(source: Path, target: Path) -> None:
 
     Where the system cannot exchange names, the old target is called :func:`previous_path` for a moment.
     """
-    if not exists(target) or (source.is_file() and not target.is_dir()):
+    if not os.path.lexists(target) or (source.is_file() and not target.is_dir()):
         os.replace(source, target)
         sync_folder(target.parent)
     elif exchange(source, target):
@@ -107,7 +102,7 @@ def replace(source: Path, target: Path) -> None:
 
 def remove(target: Path) -> None:
     """Take a file or folder away: it is gone at once, and then deleted."""
-    if not exists(target):
+    if not os.path.lexists(target):
         return
     doomed = target.parent / f"{REMOVING}-{uuid.uuid4().hex[:8]}"
     os.rename(target, doomed)

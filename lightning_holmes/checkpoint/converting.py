@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems
-from lightning_holmes.checkpoint.folder import FolderReader, all_values
+from lightning_holmes.checkpoint.folder import FolderReader, all_values, compact
 from lightning_holmes.checkpoint.loading import load_folder
 from lightning_holmes.checkpoint.manifest import DTYPES, PLAN, Manifest, missing_files
 from lightning_holmes.checkpoint.meeting import Meeting
@@ -193,19 +193,13 @@ def write_file(source: Source, target: Path) -> None:
 
     def read(tensor: Tensor) -> Tensor | None:
         item = items.get(id(tensor))
-        return None if item is None else compacted(source.read(item))
+        return None if item is None else compact(source.read(item))
 
     with atomic.writing(target) as temporary:
         write_streamed(temporary, checkpoint, read)
     if source.plan:
         with atomic.writing(target.with_name(f"{target.name}.plan.yaml")) as temporary:
             temporary.write_text(source.plan, encoding="utf-8")
-
-
-def compacted(tensor: Tensor) -> Tensor:
-    """The tensor in memory that holds nothing else."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _numbered(

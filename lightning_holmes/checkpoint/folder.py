@@ -11,7 +11,7 @@ import itertools
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -146,6 +146,10 @@ def all_values(manifest: Manifest) -> Iterator[tuple[Value, ValueEntry]]:
                 yield (f"optimizer_{index}", "state", parameter, key), entry
 
 
+Fetch = Callable[["FolderReader", Sequence[ValueEntry]], dict[ValueEntry, bytes]]
+"""Gets the bytes of values from other ranks' file systems."""
+
+
 class FolderReader:
     """Reads single values of a checkpoint folder.
 
@@ -207,13 +211,6 @@ class FolderReader:
         if found != (None if entry.dtype is None else (entry.dtype, entry.shape)):
             raise CheckpointError(f"{source} holds another value than the manifest says: {found}")
         return value
-
-
-class Fetch:
-    """Gets bytes from other ranks' file systems; see :class:`FolderReader`."""
-
-    def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
-        raise NotImplementedError
 
 
 def read_at(file: IO[bytes], entry: ValueEntry) -> bytes:

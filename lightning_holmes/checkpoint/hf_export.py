@@ -16,7 +16,8 @@ import torch
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.adapters import load_transformers, with_adapters_added
-from lightning_holmes.checkpoint.converting import Item, Source, compacted, weights
+from lightning_holmes.checkpoint.converting import Item, Source, weights
+from lightning_holmes.checkpoint.folder import compact
 from lightning_holmes.errors import CheckpointError
 
 PREFIX = "model."
@@ -24,15 +25,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 # what save_pretrained of transformers' tokenizers writes
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
 )
 
 _DTYPES = {
@@ -95,7 +89,7 @@ def write_safetensors(path: Path, items: dict[str, Item], read: Callable[[Item],
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for item in items.values():
-            data: Any = compacted(read(item)).reshape(-1).view(torch.uint8).numpy()
+            data: Any = compact(read(item)).reshape(-1).view(torch.uint8).numpy()
             file.write(memoryview(data))
     atomic.sync_file(path)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic
-from lightning_holmes.checkpoint.folder import Fetch, FolderOptimizerState, FolderReader, FolderStateDict
+from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
 from lightning_holmes.checkpoint.manifest import REST, Manifest, ValueEntry
 from lightning_holmes.checkpoint.restricted import damaged_records, load_bytes, load_file
 from lightning_holmes.errors import CheckpointError
@@ -99,7 +99,7 @@ def _providers(path: Path, manifest: Manifest, present: Sequence[frozenset[str]]
     return providers
 
 
-class NetworkFetch(Fetch):
+class NetworkFetch:
     """Gets the bytes of values from ranks that see their files; all ranks must call it together."""
 
     def __init__(self, rank: int, providers: dict[str, int], all_gather: Callable[[Any], list[Any]]) -> None:
@@ -142,8 +142,4 @@ def load_plain(path: Path, *, weights_only: bool, check: bool, agree: Callable[[
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning's: it has no state_dict")
     mapped = {"state_dict", "optimizer_states"}
-    return {k: v if k in mapped else tree.map_tensors(_cloned, v) for k, v in checkpoint.items()}
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    return tensor.clone()
+    return {k: v if k in mapped else tree.map_tensors(Tensor.clone, v) for k, v in checkpoint.items()}

@@ -123,7 +123,7 @@ def load_optimizer_state(
         names = [n for g in groups for n in g]
         own = {number for number, name in enumerate(names) if name in local}
         # copies: the file's pages must not stay in use
-        saved = {**saved, "state": {n: tree.map_tensors(_cloned, v) for n, v in state.items() if n in own}}
+        saved = {**saved, "state": {n: tree.map_tensors(Tensor.clone, v) for n, v in state.items() if n in own}}
     if shards is None:
         load_optimizer_state_dict(optimizer, saved, groups, local)
     else:
@@ -145,7 +145,3 @@ def _another_model(what: str, missing: Sequence[str], unexpected: Sequence[str])
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             text += f"; {kind} {', '.join(names[:_SHOWN])}{more}"
     return text
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    return tensor.clone()

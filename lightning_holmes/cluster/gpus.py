@@ -63,11 +63,7 @@ def nearness(
     first_pci: Sequence[str], first_numa: int | None, second_pci: Sequence[str], second_numa: int | None
 ) -> tuple[int, int]:
     """How near two PCI devices are: shared steps from the root complex, then one NUMA node. More is nearer."""
-    shared = 0
-    for one, other in zip(first_pci, second_pci, strict=False):
-        if one != other:
-            break
-        shared += 1
+    shared = len(os.path.commonprefix([list(first_pci), list(second_pci)]))
     return shared, int(first_numa is not None and first_numa == second_numa)
 
 

@@ -18,18 +18,8 @@ from lightning_holmes.cluster.record import Address, record
 from lightning_holmes.cluster.sysfs import SysfsReader, natural_key
 
 _DOCKER_LIKE = (
-    "docker",
-    "br-",
-    "virbr",
-    "cni",
-    "podman",
-    "lxcbr",
-    "lxdbr",
-    "flannel",
-    "cali",
-    "cilium",
-    "kube",
-    "nodelocaldns",
+    *("docker", "br-", "virbr", "cni", "podman", "lxcbr", "lxdbr"),
+    *("flannel", "cali", "cilium", "kube", "nodelocaldns"),
 )
 _TYPE_INFINIBAND, _TYPE_LOOPBACK, _TYPE_NONE = 32, 772, 65534  # linux/if_arp.h
 

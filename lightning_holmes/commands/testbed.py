@@ -25,6 +25,7 @@ from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import remove_abandoned, remove_remains
 from lightning_holmes.cluster.testbed.layout import DEFAULT_PREFIX, MAX_SHAPED_BYTES_PER_S
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.topology_table import bandwidth
 from lightning_holmes.errors import ConfigurationError
 
 _DEFAULT_ID = "main"
@@ -44,13 +45,8 @@ def parse_rate(text: str, *, source: str) -> float:
 
 def show_rate(bandwidth_bytes_per_s: float | None) -> str:
     """A rate in the largest unit that keeps it above 1."""
-    if bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S:
-        return "unshaped"
-    bits = 8 * bandwidth_bytes_per_s
-    for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
-        if bits >= factor:
-            return f"{bits / factor:g} {unit}"
-    return f"{bits / 1e3:g} kbit/s"
+    unshaped = bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S
+    return "unshaped" if unshaped else bandwidth(bandwidth_bytes_per_s)
 
 
 def main(args: list[str]) -> None:

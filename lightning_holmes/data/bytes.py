@@ -23,20 +23,10 @@ from lightning_holmes.errors import ConfigurationError
 STDLIB = "stdlib"
 
 # Folders below the standard library that are not its own prose: other people's packages, tests, tables.
-_STDLIB_SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idlelib",
-        "lib-dynload",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    }
-)
+_STDLIB_SKIPPED_FOLDERS = {
+    *("__pycache__", "dist-packages", "encodings", "idlelib", "lib-dynload", "pydoc_data", "site-packages"),
+    *("test", "tests", "turtledemo"),
+}
 
 
 class ByteSource:
@@ -116,7 +106,7 @@ def find_files(paths: list[str]) -> list[Path]:
         if name == STDLIB:
             files += find_stdlib_sources()
         elif path.is_dir():
-            files += _walk(path, skipped_folders=frozenset({"__pycache__"}), suffix="")
+            files += _walk(path, skipped_folders={"__pycache__"}, suffix="")
         elif path.is_file():
             files.append(path)
         else:
@@ -142,7 +132,7 @@ def find_stdlib_sources() -> list[Path]:
     return files
 
 
-def _walk(root: Path, *, skipped_folders: frozenset[str], suffix: str) -> list[Path]:
+def _walk(root: Path, *, skipped_folders: set[str], suffix: str) -> list[Path]:
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and name[0] != "."]

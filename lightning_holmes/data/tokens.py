@@ -30,18 +30,10 @@ class TokenFileSource:
     def __init__(self, paths: list[Path], dtype: TokenDtype) -> None:
         self.paths = paths
         self.dtype = dtype
-        self._maps = self._open()
+        self._maps: list[NDArray[Any]] = [np.memmap(path, dtype=dtype, mode="r") for path in paths]
 
-    def _open(self) -> list[NDArray[Any]]:
-        return [np.memmap(path, dtype=self.dtype, mode="r") for path in self.paths]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "dtype": self.dtype}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.paths = state["paths"]
-        self.dtype = state["dtype"]
-        self._maps = self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.paths, self.dtype)
 
     def __len__(self) -> int:
         return sum(len(tokens) for tokens in self._maps)

@@ -1,5 +1,6 @@
 """What the recipes train: a small GPT, and any Hugging Face causal language model, whole or by adapters."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_holmes.models.gpt import GPT
@@ -12,12 +13,7 @@ __all__ = ["GPT", "HFCausalLM", "LoRACausalLM"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HFCausalLM":  # lightning_holmes.models.hf, only when asked for
-        from lightning_holmes.models.hf import HFCausalLM
-
-        return HFCausalLM
-    if name == "LoRACausalLM":
-        from lightning_holmes.models.lora import LoRACausalLM
-
-        return LoRACausalLM
+    modules = {"HFCausalLM": "hf", "LoRACausalLM": "lora"}  # imported only when asked for
+    if name in modules:
+        return getattr(import_module(f"lightning_holmes.models.{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -86,7 +86,7 @@ class HFCausalLM(CausalLM):
         self._gradient_checkpointing = gradient_checkpointing
         self._folder: PretrainedFolder | None = None
         self._names_in_files: dict[str, str] = {}
-        hf_config = _read_config(pretrained) if pretrained is not None else _build_config(config)
+        hf_config = _read_config(pretrained, "pretrained") if pretrained is not None else _build_config(config)
         if pretrained is None:
             config = hf_config.to_dict()  # plain data: checkpoints stay readable with weights_only=True
         if getattr(hf_config.get_text_config(), "output_router_logits", False):
@@ -214,12 +214,7 @@ def _import_transformers() -> Any:
 def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any:
     transformers = _import_transformers()
     if isinstance(config, str):
-        if not Path(config, "config.json").is_file():
-            raise ConfigurationError(
-                f"config={config!r}: there is no file {Path(config, 'config.json')} (from {Path.cwd()}). "
-                "Give a local folder with config.json; nothing is downloaded."
-            )
-        return transformers.AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
+        return _read_config(config, "config")
     if isinstance(config, dict):
         settings = dict(config)
         model_type = settings.pop("model_type", None)
@@ -246,16 +241,16 @@ def _build_from_config(config: Any, options: dict[str, Any]) -> Any:
         ) from error
 
 
-def _read_config(folder: str) -> Any:
+def _read_config(folder: str, argument: str) -> Any:
     if not Path(folder, "config.json").is_file():
         raise ConfigurationError(
-            f"pretrained={folder!r}: there is no file {Path(folder, 'config.json')} (from {Path.cwd()}). "
+            f"{argument}={folder!r}: there is no file {Path(folder, 'config.json')} (from {Path.cwd()}). "
             "Give a local folder that save_pretrained wrote; nothing is downloaded."
         )
     try:
         return _import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error
+        raise ConfigurationError(f"{argument}={folder!r} holds no causal language model: {error}") from error
 
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:

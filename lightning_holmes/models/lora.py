@@ -10,6 +10,7 @@ stands B A, scaled by alpha / rank; B begins at zero. Needs the extra: `pip inst
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -99,8 +100,6 @@ class LoRACausalLM(HFCausalLM):
             for name, value in base.state_dict().items()
             if ".lora_" in name
         }
-        from pathlib import Path
-
         from safetensors.torch import save_file
 
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ import contextlib
 import ctypes
 import errno
 import functools
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,21 +85,8 @@ def _inside(namespace: str, action: Callable[[Any], _T]) -> _T:
 
 def _in_thread(work: Callable[[ctypes.CDLL], _T]) -> _T:
     """Call `work` in a new thread, and hand on what it gives or raises."""
-    results: list[_T] = []
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work(ctypes.CDLL(None, use_errno=True)))
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(work, ctypes.CDLL(None, use_errno=True)).result()
 
 
 def _index(netlink: Any, interface: str) -> int:
