@@ -5,6 +5,7 @@ Indexes count the GPUs that are visible there in PCI order. CUDA_VISIBLE_DEVICES
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def nearness(
     first_pci: Sequence[str], first_numa: int | None, second_pci: Sequence[str], second_numa: int | None
 ) -> tuple[int, int]:
     """How near two PCI devices are: shared steps from the root complex, then one NUMA node. More is nearer."""
-    shared = len(os.path.commonprefix([list(first_pci), list(second_pci)]))
+    same = itertools.takewhile(lambda steps: steps[0] == steps[1], zip(first_pci, second_pci, strict=False))
+    shared = len(list(same))
     return shared, int(first_numa is not None and first_numa == second_numa)
 
 
