@@ -92,7 +92,7 @@ def test_the_missing_package_names_the_extra(folder, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigurationError, match=r"pip install lightning-holmes\[data\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-holmes\[data\]'"):
         SavedDataset(str(folder / "one")).setup()
 
 

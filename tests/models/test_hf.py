@@ -198,5 +198,5 @@ def test_hf_is_loaded_only_when_asked_for():
 
 def test_missing_transformers_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"pip install lightning-holmes\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-holmes\[hf\]'"):
         HFCausalLM(config=LLAMA)

@@ -92,5 +92,5 @@ def test_refused(folder, monkeypatch):
     with pytest.raises(ConfigurationError, match="target_modules"):
         LoRACausalLM(pretrained=str(folder), target_modules=["no_such"]).configure_model()
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigurationError, match=r"pip install lightning-holmes\[lora\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-holmes\[lora\]'"):
         LoRACausalLM(pretrained=str(folder)).configure_model()
