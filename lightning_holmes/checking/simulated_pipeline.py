@@ -36,9 +36,8 @@ from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition, make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName, spec_of, stages_of_rank
 from lightning_holmes.plan.self_adapting import Balance
-from lightning_holmes.plan.stage_ranks import V_SHAPED, stages_of_rank
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
 from lightning_holmes.torch_private import registered_parameters
@@ -87,7 +86,7 @@ def check(
         schedule=schedule,
         schedules=SCHEDULE_NAMES,
     )
-    num_chunks = 2 if schedule in V_SHAPED else num_chunks
+    num_chunks = int(spec_of(schedule).chunks(num_chunks))
     names = [name for name in steps if is_overridden(name, module)]
     if not names:
         raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")

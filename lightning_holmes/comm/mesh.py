@@ -20,7 +20,7 @@ from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
-from lightning_holmes.plan.stage_ranks import ranks_of_stages
+from lightning_holmes.plan.schedule import ranks_of_stages
 from lightning_holmes.torch_private import nccl_options
 
 

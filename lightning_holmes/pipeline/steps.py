@@ -22,8 +22,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepRes
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.plan.schedule import make_schedule
-from lightning_holmes.plan.stage_ranks import rank_of_stage
+from lightning_holmes.plan.schedule import make_schedule, rank_of_stage
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4

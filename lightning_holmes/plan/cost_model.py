@@ -37,10 +37,10 @@ from lightning_holmes.plan.memory import RankMemory, stage_in_flight
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import LOCAL, Channel, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
 from lightning_holmes.plan.simulator import Route, StepCosts
-from lightning_holmes.plan.stage_ranks import V_SHAPED, rank_of_stage, ranks_of_stages
 from lightning_holmes.plan.training import Training
 
 
@@ -204,7 +204,7 @@ class CostModel:
             after_bytes=after_bytes,
             limits=limits,
             forbidden_cuts=model.forbidden_cuts,
-            v_shaped=run.schedule in V_SHAPED,
+            v_shaped=spec_of(run.schedule).is_v_shaped,
         )
 
     def step_costs(self, run: RunShape, partition: Partition) -> StepCosts:

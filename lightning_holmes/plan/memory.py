@@ -11,13 +11,11 @@ fragmentation, the workspace of libraries, copies of gradients in another type t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_holmes.plan.compute_order import INTERLEAVED, microbatch_groups
 from lightning_holmes.plan.layer_cost import LayerCost
-from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.schedule import make_schedule, max_in_flight, spec_of
 from lightning_holmes.plan.training import Training
 
 
@@ -57,22 +55,9 @@ class RankMemory:
 @lru_cache(maxsize=4096)
 def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
     """For each stage, the microbatches it holds when its rank holds the most."""
-    if schedule == "gpipe":
-        return (num_microbatches,) * (ranks * num_chunks)
-    if schedule == "1f1b":
-        return tuple(min(num_microbatches, ranks - rank) for rank in range(ranks))
-    if schedule == "eager_1f1b":
-        return tuple(min(num_microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks))
-    if schedule in INTERLEAVED and num_microbatches % ranks == 0:
-        # the warm-up and one more: groups of microbatches, each through one chunk after another
-        groups = microbatch_groups(schedule, num_microbatches, ranks)
-        stages = [0] * (ranks * num_chunks)
-        for rank in range(ranks):
-            left = 2 * (ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + 1
-            for group, chunk in itertools.product(groups, range(num_chunks)):
-                stages[chunk * ranks + rank] += min(max(left, 0), len(group))
-                left -= len(group)
-        return tuple(stages)
+    closed_form = spec_of(schedule).in_flight
+    if closed_form is not None and (num_chunks == 1 or num_microbatches % ranks == 0):
+        return closed_form(ranks, num_microbatches, num_chunks)
     made = make_schedule(
         schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
     )

@@ -21,8 +21,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.schedule import ScheduleName
-from lightning_holmes.plan.stage_ranks import rank_of_stage, stages_of_rank
+from lightning_holmes.plan.schedule import ScheduleName, rank_of_stage, stages_of_rank
 
 Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "world"]
 """What a group is for: an axis of the mesh; messages of its ranks, which carry no tensors of the model; or all ranks."""

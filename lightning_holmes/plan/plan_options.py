@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.compute_order import INTERLEAVED
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.schedule import spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class PlanOptions:
         """Chunks a rank for which there must be ways between pipeline ranks; 2 stands for any number above 1."""
         if self.num_chunks != "auto":
             return self.num_chunks
-        return 2 if self.schedule == "auto" or self.schedule in INTERLEAVED else 1
+        return 2 if self.schedule == "auto" or spec_of(self.schedule).is_chunked else 1
 
     def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
         """The chunks that a list of layer counts means; None where a rule deals the layers."""

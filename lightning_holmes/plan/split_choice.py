@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_holmes.plan.schedule import make_schedule, max_in_flight
+from lightning_holmes.plan.schedule import make_schedule, max_in_flight, spec_of
 from lightning_holmes.plan.simulator import StepCosts, simulate
 
 _WORTH_IT = 0.97  # a smaller gain is within what timing a few microbatches can tell
@@ -63,17 +63,14 @@ def slowest(replicas: Sequence[StageSeconds | None]) -> StageSeconds | None:
     )
 
 
-SPLIT_OF = {"1f1b": "zero_bubble", "eager_1f1b": "eager_zero_bubble"}
-"""Schedules that there are with a split backward, too."""
-
-
 def choose_split(stages: Sequence[StageSeconds | None], *, num_microbatches: int, schedule: str = "1f1b") -> Choice:
     """``schedule`` or the same with a split backward, whichever the simulator finds faster; transfers are the same in both
     and left out.
 
     ``stages``: by stage, one a pipeline rank; None for one whose backward cannot be split.
     """
-    other = SPLIT_OF[schedule]
+    other = spec_of(schedule).split_variant
+    assert other is not None, schedule
     known = [stage for stage in stages if stage is not None]
     if len(known) < len(stages):
         where = list(stages).index(None)

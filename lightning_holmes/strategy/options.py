@@ -24,13 +24,11 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES
-from lightning_holmes.plan.stage_ranks import V_SHAPED
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy.sharding import ShardingOptions
 
@@ -106,7 +104,7 @@ class Options:
             num_microbatches=self.num_microbatches,
             eval_num_microbatches=self.eval_num_microbatches,
             schedule=self.schedule,
-            num_chunks=2 if self.schedule in V_SHAPED else self.num_chunks,
+            num_chunks=SCHEDULES[self.schedule].chunks(self.num_chunks) if self.schedule != "auto" else self.num_chunks,
             partition=self.partition,
             layers=self.layers,
         )
@@ -235,20 +233,23 @@ def check_layout(
         )
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
-    if num_chunks != "auto" and num_chunks > 1 and schedule not in ("auto", *INTERLEAVED, *V_SHAPED):
+    if schedule == "auto":
+        return
+    spec = SCHEDULES[schedule]
+    if num_chunks != "auto" and num_chunks > 1 and not spec.is_chunked:
         raise ConfigurationError(
             f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
         )
-    if num_chunks not in ("auto", 1, 2) and schedule in V_SHAPED:
+    if num_chunks not in ("auto", 1) and spec.chunks(num_chunks) != num_chunks:
         raise ConfigurationError(
-            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs two chunks a rank, down the "
-            f"ranks and back up; leave num_chunks out"
+            f"num_chunks={num_chunks} cannot be had with schedule={schedule!r}, which runs {spec.num_chunks} chunks a "
+            f"rank; leave num_chunks out"
         )
-    if tensor_parallel_size > 1 and schedule in SPLITTING:
+    if tensor_parallel_size > 1 and spec.is_split:
         raise ConfigurationError(
             f"schedule={schedule!r} with tensor_parallel_size={tensor_parallel_size}: the order in which a split backward "
             f"calls the tensor group's collectives may differ between its ranks, which would hang; use "
             f'schedule="1f1b" or tensor_parallel_size=1'
         )
-    if num_chunks == 1 and schedule in INTERLEAVED:
+    if num_chunks == 1 and spec.is_interleaved:
         raise ConfigurationError(f'schedule="{schedule}" needs num_chunks of at least 2, say num_chunks=2')

@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_holmes.pipeline.split_meter import SplitMeter
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.split_choice import SPLIT_OF, StageSeconds, choose_split, slowest
+from lightning_holmes.plan.schedule import spec_of
+from lightning_holmes.plan.split_choice import StageSeconds, choose_split, slowest
 
 _BATCHES = 2
 
@@ -27,7 +28,9 @@ class SplitTrial:
         self._device = device
         self._left = _BATCHES
         # one microbatch cannot be compared with another, and a tensor group's collectives would be called in another order
-        possible = plan.schedule in SPLIT_OF and plan.pipeline_parallel_size > 1 and plan.num_microbatches > 1
+        possible = (
+            spec_of(plan.schedule).split_variant and plan.pipeline_parallel_size > 1 and plan.num_microbatches > 1
+        )
         self.meter = SplitMeter(device) if possible and plan.tensor_parallel_size == 1 else None
 
     def after_batch(self, plan: Plan) -> Plan:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.action import Action, Op
-from lightning_holmes.plan.schedule import Schedule, make_schedule
+from lightning_holmes.plan.schedule import Action, Op, Schedule, make_schedule
 from lightning_holmes.plan.simulator import Route, StepCosts, simulate
 from lightning_holmes.plan.timeline import Timeline
 

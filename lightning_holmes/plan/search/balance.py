@@ -8,8 +8,8 @@ from __future__ import annotations
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.run_shape import RunShape
+from lightning_holmes.plan.schedule import ranks_of_stages
 from lightning_holmes.plan.self_adapting import NothingFitsError
-from lightning_holmes.plan.stage_ranks import ranks_of_stages
 
 _GIB = 2.0**30
 

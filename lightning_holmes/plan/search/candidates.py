@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.compute_order import INTERLEAVED, SPLITTING
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.run_shape import Across, Layout, RunShape
-from lightning_holmes.plan.stage_ranks import V_SHAPED
+from lightning_holmes.plan.schedule import spec_of
 
 PLAIN_SCHEDULES = ("1f1b", "eager_1f1b")
 INTERLEAVED_SCHEDULES = ("eager_interleaved_1f1b", "interleaved_1f1b")
@@ -151,7 +150,7 @@ def _runs(
 ) -> Iterator[RunShape]:
     schedules = _schedules(space, layout.pipeline, cost_model.model.num_layers)
     for name, chunks in schedules:
-        if recomputation and name in SPLITTING:
+        if recomputation and spec_of(name).is_split:
             continue  # refused by the runner
         for count in counts:
             if chunks > 1 and count < layout.pipeline and len(schedules) > 1:
@@ -175,9 +174,10 @@ def _schedules(space: SearchSpace, size: int, num_layers: int) -> list[tuple[str
         numbers = (given,)
     found: list[tuple[str, int]] = []
     for name in space.schedules:
-        if name in V_SHAPED:
-            found += [(name, 2)] * (size > 1)
-        elif name in INTERLEAVED:
+        spec = spec_of(name)
+        if spec.is_chunked and spec.num_chunks is not None:
+            found += [(name, spec.num_chunks)] * (size > 1)
+        elif spec.is_interleaved:
             fitting = [number for number in numbers if number > 1 and size * number <= num_layers]
             if not fitting and alone:
                 fitting = [numbers[0]]

@@ -24,13 +24,13 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.schedule import ranks_of_stages
 from lightning_holmes.plan.search.balance import assign_layers, check_memory
 from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError
-from lightning_holmes.plan.stage_ranks import ranks_of_stages
 
 _SIMULATED = 8  # candidates of all layouts that are simulated, beside the runners-up
 _LARGEST = (

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_holmes.plan.compute_order import EAGER
 from lightning_holmes.plan.layer_cost import WorkUnit
 from lightning_holmes.plan.prediction import Prediction
+from lightning_holmes.plan.schedule import spec_of
 
 _WHY_MORE = {
     "flops": "counted FLOPs do not know what small microbatches lose",
@@ -53,6 +53,6 @@ class Preference:
 
         def rank(entry: Prediction) -> tuple[int, int, bool]:
             behind = math.floor((entry.step_s / fastest - 1) / self.nearly)
-            return behind, entry.run.num_chunks, (entry.run.schedule in EAGER) != prefers_eager
+            return behind, entry.run.num_chunks, spec_of(entry.run.schedule).is_eager != prefers_eager
 
         return min(kept, key=rank)

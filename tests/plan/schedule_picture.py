@@ -7,9 +7,8 @@ print(format_schedule(make_schedule("1f1b", pipeline_parallel_size=2, num_microb
 
 from __future__ import annotations
 
-from lightning_holmes.plan.action import Op
-from lightning_holmes.plan.schedule import Schedule
-from lightning_holmes.plan.schedule_check import SLOTS, start_slots
+from lightning_holmes.plan.schedule import Op, Schedule, start_slots
+from lightning_holmes.plan.schedule.checks import SLOTS
 
 
 def format_schedule(schedule: Schedule) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_holmes.plan.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS, WHOLE_BATCH, Action, Op
-from lightning_holmes.plan.schedule import Schedule, receive_of
+from lightning_holmes.plan.schedule.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS, WHOLE_BATCH, Action, Op
+from lightning_holmes.plan.schedule.schedule import Schedule, receive_of
 
 SLOTS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
 """How long a computation is drawn."""

@@ -1,0 +1,87 @@
+"""Schedule: the list of actions of every pipeline rank for one batch. Plain data.
+
+orders.py says in which order a rank computes, specs.py is the registry of schedules, schedule.py adds transfers, and
+checks.py says what must hold. The runner and the simulator execute these actions as they stand; evaluation uses the
+same lists without backward.
+
+    schedule = make_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=3)
+    [str(action) for action in schedule.actions[1]][:4]     # ["RA1.0", "F1.0", "RA1.1", "B1.0"]
+
+What the actions mean, for a stage s and a microbatch m:
+
+    RA s.m   RECV_ACTIVATION    post a receive for the input of s; F s.m waits for it
+    F  s.m   FORWARD            compute
+    SA s.m   SEND_ACTIVATION    start to send the output of s to stage s+1; nobody waits here
+    RG s.m   RECV_GRADIENT      post a receive for the gradient of the output of s; B s.m or I s.m waits for it
+    B  s.m   BACKWARD           compute
+    I  s.m   BACKWARD_INPUT     compute the gradient of the input of s only
+    W  s.m   BACKWARD_WEIGHT    compute what I left: the gradients of the parameters
+    SG s.m   SEND_GRADIENT      start to send the gradient of the input of s to stage s-1
+    FT s     FETCH              start to bring the parameters of s; its first computation waits for them
+    RL s     RELEASE            they may go: no computation of s follows before the next FETCH
+    R  s     REDUCE_GRADIENTS   all microbatches of s are done: start to take its gradients to whoever owns them
+
+The last three belong to a whole stage; their microbatch is WHOLE_BATCH (-1). A stage is held from its first computation
+to its last one, and fetched one stage ahead: before the first computation of the stage that this rank begins before it.
+
+Stage s lives on the rank that specs.py says; between stages of one rank nothing is sent. Three properties hold for
+every schedule, and validate_schedule checks them:
+
+- No circle of waiting, provided that posting and sending do not block.
+- For each ordered pair of ranks (source, destination) the receives are posted in the order of the sends,
+  activations and gradients together: NCCL matches by order, not by tag. A posted NCCL receive holds up all
+  that follows on its communicator, so each ordered pair needs a communicator of its own; one for both
+  directions would deadlock.
+- A receive is posted at least one computation before the one that needs it, in eager schedules two, so that the transfer
+  runs beside these (except for the first computations of a rank, which have nothing before them): gloo and NCCL move
+  nothing before both ends are there. And it is posted not earlier than this and the order ask for: its buffer takes
+  memory from then on.
+"""
+
+from lightning_holmes.plan.schedule.action import (
+    COMPUTE_OPS,
+    GRADIENT_OPS,
+    RECV_OPS,
+    RELEASING_OPS,
+    SEND_OPS,
+    WHOLE_BATCH,
+    Action,
+    Op,
+)
+from lightning_holmes.plan.schedule.checks import start_slots, validate_schedule
+from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight, receive_of
+from lightning_holmes.plan.schedule.specs import (
+    SCHEDULE_NAMES,
+    SCHEDULES,
+    ScheduleName,
+    ScheduleSpec,
+    rank_of_stage,
+    ranks_of_stages,
+    spec_of,
+    stages_of_rank,
+)
+
+__all__ = [
+    "COMPUTE_OPS",
+    "GRADIENT_OPS",
+    "RECV_OPS",
+    "RELEASING_OPS",
+    "SCHEDULES",
+    "SCHEDULE_NAMES",
+    "SEND_OPS",
+    "WHOLE_BATCH",
+    "Action",
+    "Op",
+    "Schedule",
+    "ScheduleName",
+    "ScheduleSpec",
+    "make_schedule",
+    "max_in_flight",
+    "rank_of_stage",
+    "ranks_of_stages",
+    "receive_of",
+    "spec_of",
+    "stages_of_rank",
+    "start_slots",
+    "validate_schedule",
+]

@@ -1,0 +1,208 @@
+"""The registry of schedules: one ScheduleSpec says all that tells a schedule from another. To add one, add an entry.
+
+    spec_of("zero_bubble").splits_backward(stage=1)     # True
+    rank_of_stage("interleaved_1f1b", 5, pipeline_parallel_size=4)      # 1: stages go round and round
+    rank_of_stage("zero_bubble_v", 5, pipeline_parallel_size=4)         # 2: down to the last rank and back up
+
+    round and round (loop)             V
+    rank 0: 0 4                        rank 0: 0 7
+    rank 1: 1 5                        rank 1: 1 6
+    rank 2: 2 6                        rank 2: 2 5
+    rank 3: 3 7                        rank 3: 3 4
+
+In a V the last rank hands its first stage's output to its second stage without a transfer, and the first rank holds
+both ends of the model, so that a microbatch's backward begins where its forward did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.schedule import orders
+from lightning_holmes.plan.schedule.action import Action
+from lightning_holmes.plan.schedule.orders import RankShape
+
+ScheduleName = Literal[
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "eager_interleaved_1f1b",
+    "zero_bubble",
+    "eager_zero_bubble",
+    "zero_bubble_v",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """What there is to say about a schedule.
+
+    Attributes:
+        name: as the strategy's argument has it.
+        description: in a line.
+        order: the computations of a rank, in order.
+        num_chunks: stages a rank; None: as many as are asked for, at least two.
+        is_v_shaped: stages go down the ranks and back up; else round and round.
+        is_split: backwards are split in two actions, but for stage 0, whose input needs no gradient.
+        receives_ahead: a receive is posted so many computations before the one that needs it.
+        group_size: microbatches, in pipeline ranks, that go through one chunk after another.
+        split_variant: the same schedule with split backwards.
+        in_flight: for ranks, microbatches and chunks, the microbatches that each stage holds when its rank holds the most; None
+            for one that is told by its actions.
+    """
+
+    name: str
+    description: str
+    order: Callable[[RankShape], list[Action]]
+    num_chunks: int | None = 1
+    is_v_shaped: bool = False
+    is_split: bool = False
+    receives_ahead: int = 1
+    group_size: int = 1
+    split_variant: str | None = None
+    in_flight: Callable[[int, int, int], tuple[int, ...]] | None = None
+
+    @property
+    def is_eager(self) -> bool:
+        """It gives transfers time: by a longer warm-up, or larger groups of microbatches."""
+        return self.receives_ahead > 1
+
+    @property
+    def is_chunked(self) -> bool:
+        """It runs several stages a rank."""
+        return self.num_chunks != 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        """It runs as many stages a rank as are asked for, at least two."""
+        return self.num_chunks is None
+
+    def chunks(self, asked: int | Literal["auto"]) -> int | Literal["auto"]:
+        """The stages a rank: those of the schedule, where it settles them, or else what is asked for."""
+        return self.num_chunks if self.num_chunks not in (None, 1) else asked
+
+    def splits_backward(self, stage: int) -> bool:
+        """Whether the backward of a stage is two actions."""
+        return self.is_split and stage > 0
+
+    def rank_of(self, stage: int, size: int) -> int:
+        """The pipeline rank, of ``size``, on which a stage lives."""
+        chunk, place = divmod(stage, size)
+        return size - 1 - place if self.is_v_shaped and chunk % 2 else place
+
+    def stages_of(self, rank: int, size: int, num_chunks: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending, one a chunk."""
+        back = size - 1 - rank if self.is_v_shaped else rank
+        return tuple(chunk * size + (back if chunk % 2 else rank) for chunk in range(num_chunks))
+
+    def compute_order(
+        self, rank: int, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, forward_only: bool = False
+    ) -> list[Action]:
+        """The computations of one rank, in order."""
+        # one chunk: all microbatches are one group
+        groups = orders.microbatch_groups(num_microbatches, num_ranks, self.group_size)
+        shape = RankShape(
+            rank=rank,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            stages=self.stages_of(rank, num_ranks, num_chunks),
+            groups=(range(num_microbatches),) if num_chunks == 1 else groups,
+        )
+        order = shape.forwards() if forward_only else self.order(shape)
+        return [action for action in order if action.microbatch < num_microbatches]
+
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec(
+            name="gpipe",
+            description="all forwards, then all backwards",
+            order=orders.all_forwards_first,
+            in_flight=lambda ranks, microbatches, chunks: (microbatches,) * (ranks * chunks),
+        ),
+        ScheduleSpec(
+            name="1f1b",
+            description="rank r of P runs min(M, P-r-1) forwards to warm up, then one forward and one backward in turn, so "
+            "that at most P-r microbatches are in flight (PipeDream-flush, arXiv 2006.09503)",
+            order=orders.one_forward_one_backward,
+            split_variant="zero_bubble",
+            in_flight=orders.in_flight_1f1b,
+        ),
+        ScheduleSpec(
+            name="eager_1f1b",
+            description="2(P-r-1) forwards to warm up, so that a transfer has a forward and a backward of time before anyone "
+            "waits for it, at up to 2(P-r)-1 microbatches in flight (arXiv 2211.05322)",
+            order=partial(orders.one_forward_one_backward, warm_up=2),
+            receives_ahead=2,
+            split_variant="eager_zero_bubble",
+            in_flight=partial(orders.in_flight_1f1b, warm_up=2),
+        ),
+        ScheduleSpec(
+            name="interleaved_1f1b",
+            description="Megatron-LM's order (arXiv 2104.04473) for several chunks per rank",
+            order=orders.interleaved,
+            num_chunks=None,
+            in_flight=orders.in_flight_interleaved,
+        ),
+        ScheduleSpec(
+            name="eager_interleaved_1f1b",
+            description="interleaved_1f1b with groups of 2P microbatches, which give transfers P computations of time",
+            order=orders.interleaved,
+            num_chunks=None,
+            receives_ahead=2,
+            group_size=2,
+            in_flight=partial(orders.in_flight_interleaved, group_size=2),
+        ),
+        ScheduleSpec(
+            name="zero_bubble",
+            description="ZB-H1 (arXiv 2401.10241), 1f1b with a split backward",
+            order=orders.zero_bubble,
+            is_split=True,
+        ),
+        ScheduleSpec(
+            name="eager_zero_bubble",
+            description="zero_bubble with the longer warm-up of eager_1f1b",
+            order=partial(orders.zero_bubble, warm_up=2),
+            is_split=True,
+            receives_ahead=2,
+        ),
+        ScheduleSpec(
+            name="zero_bubble_v",
+            description="ZB-V (arXiv 2401.10241), two chunks a rank in a V, with a split backward",
+            order=orders.zero_bubble_v,
+            num_chunks=2,
+            is_v_shaped=True,
+            is_split=True,
+        ),
+    )
+}
+SCHEDULE_NAMES: tuple[str, ...] = tuple(SCHEDULES)
+
+
+def spec_of(name: str) -> ScheduleSpec:
+    """The description of a schedule. Raises ConfigurationError for a name that there is not."""
+    if name not in SCHEDULES:
+        raise ConfigurationError(f"schedule={name!r} is not known; use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def rank_of_stage(schedule: str, stage: int, *, pipeline_parallel_size: int) -> int:
+    """The pipeline rank on which a stage lives."""
+    return SCHEDULES[schedule].rank_of(stage, pipeline_parallel_size)
+
+
+def stages_of_rank(schedule: str, rank: int, *, pipeline_parallel_size: int, num_chunks: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank, ascending, one a chunk."""
+    return SCHEDULES[schedule].stages_of(rank, pipeline_parallel_size, num_chunks)
+
+
+def ranks_of_stages(schedule: str, *, pipeline_parallel_size: int, num_chunks: int) -> tuple[int, ...]:
+    """The pipeline rank of every stage."""
+    spec = SCHEDULES[schedule]
+    return tuple(spec.rank_of(stage, pipeline_parallel_size) for stage in range(pipeline_parallel_size * num_chunks))
