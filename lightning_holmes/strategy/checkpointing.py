@@ -1,13 +1,20 @@
-"""Checkpoints as Lightning asks a strategy for them, where each rank holds a part of the module.
+"""RunCheckpoints: what a checkpoint holds of a strategy's runs, and where it goes, as Lightning asks for it piece by piece.
 
-A base of HolmesStrategy; what is done with states and files is lightning_holmes.checkpoint's.
+    checkpoints = RunCheckpoints(manager=manager, job=job, run=run, fit=fit, resumption=resumption, module=..., io=...)
+    checkpoints.save({"state_dict": checkpoints.module_state(), ...}, "last.ckpt")
+
+What is done with states and files is lightning_holmes.checkpoint's.
 """
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -20,218 +27,209 @@ from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import optimizers_to_device, restore_loaders
-from lightning_holmes.optim.sharded import ShardedOptimizer
-from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.plan.plan import Plan
-from lightning_holmes.strategy.compat.finetuning import ParameterGroups
-from lightning_holmes.strategy.joining import JoiningStrategy
-from lightning_holmes.strategy.options import Options
+from lightning_holmes.strategy.fit import Fit
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.run import Run
 
 
-class CheckpointingStrategy(JoiningStrategy):
-    """Saves and loads for a strategy that sets ``_pipeline``, ``_plan`` and the like."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCheckpoints:
+    """The strategy's checkpoint hooks at one moment. All ranks must call its methods, but where they say so.
 
-    _pipeline: PipelineModule | None
-    _ended: PipelineModule | None
-    _plan: Plan | None
-    _parameter_groups: ParameterGroups | None
-    _shards: ShardedOptimizer | None
-    _base_seed: int
+    Attributes:
+        run: the present run or the last one, if any.
+        fit: the last one that trained, if any: Trainer.save_checkpoint after fit is common.
+        resumption: where what is loaded waits until a layout is known.
+        io: Lightning's; one of the user's own gets files as it expects.
+    """
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._checkpoints = checkpoints.CheckpointManager(
-            distributed=options.save_distributed_checkpoint, background=options.async_checkpoint
-        )
-        self._saved_weights: tuple[Mapping[str, Any], bool] | None = None
-        self._saved_seed: int | None = None
+    manager: checkpoints.CheckpointManager
+    job: Job
+    run: Run | None
+    fit: Fit | None
+    resumption: Resumption
+    module: pl.LightningModule
+    io: CheckpointIO
 
     @property
     def _membership(self) -> checkpoints.Job:
-        groups = self._groups
+        connection, groups, placement = self.job.connection, self.job.groups, self.job.placement
         return checkpoints.Job(
-            rank=self.global_rank,
-            size=self.world_size,
-            replica=0 if groups is None else groups.data_parallel_rank,
-            num_replicas=self.data_parallel_size,
-            timeout=self._options.timeout or timedelta(days=1),
-            tensor_rank=0 if groups is None else groups.tensor_parallel_rank,
-            tensor_size=1 if self._plan is None else self._plan.tensor_parallel_size,
+            rank=connection.rank,
+            size=connection.world_size,
+            replica=groups.data_parallel_rank,
+            num_replicas=placement.data_parallel_size,
+            timeout=connection.options.timeout or timedelta(days=1),
+            tensor_rank=groups.tensor_parallel_rank,
+            tensor_size=placement.tensor_parallel_size,
         )
 
     @property
     def _writes_folders(self) -> bool:
-        return self._checkpoints.writes_folders(self._membership, self.checkpoint_io)
+        return self.manager.writes_folders(self._membership, self.io)
+
+    @property
+    def _open_run(self) -> Run | None:
+        return self.run if self.run is not None and self.run.is_open else None
+
+    @property
+    def _has_failed_beside_others(self) -> bool:
+        """A callback saves because of an exception (save_on_exception), but other ranks do not answer any more."""
+        return self.job.connection.failed and self.job.connection.world_size > 1
 
     # what a checkpoint holds
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
-        pipeline = (self._pipeline or self._ended) if self._writes_folders else self._pipeline
-        if pipeline is None or self._groups is None:
-            if self._writes_folders and not self.is_global_zero:
+    def module_state(self) -> dict[str, Any]:
+        """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
+        run = self._open_run or (self.fit if self._writes_folders else None)
+        if run is None:
+            if self._writes_folders and self.job.connection.rank != 0:
                 return {}
-            state = super().lightning_module_state_dict()
+            state = self.module.state_dict()
             return {k: checkpoints.whole_on_host(v) if dtensor.is_dtensor(v) else v for k, v in state.items()}
         if self._writes_folders:
-            return checkpoints.module_part(pipeline)
+            return checkpoints.module_part(run.pipeline)
         root = self._gathering_rank()
-        if root is None or self._failed:
+        if root is None or self.job.connection.failed:
             return {}
-        with self._explaining():
-            return checkpoints.module_state_dict(pipeline, self._groups.p2p, root=root, keeps=self._keeps_gathered)
+        with self.job.explaining():
+            return checkpoints.module_state_dict(
+                run.pipeline, self.job.groups.p2p, root=root, keeps=self._keeps_gathered
+            )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
-        numbered as plain Lightning does: then all ranks must call."""
+        numbered as plain Lightning does."""
+        fit = self.fit
+        if fit is None:
+            return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        pipeline = self._pipeline or self._ended  # Trainer.save_checkpoint after fit is common
-        if pipeline is None or self._groups is None:
-            return {}
-        assert self._parameter_groups is not None
-        names = self._parameter_groups.names_of(optimizer)
-        collected = self._collected_states()
+        names = fit.parameter_groups.names_of(optimizer)
+        collected = self._collected_states(fit)
         if self._writes_folders:
-            return checkpoints.optimizer_part(optimizer, names, pipeline, collected)
+            return checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
         root = self._gathering_rank()
-        if root is None or self._failed:
+        if root is None or self.job.connection.failed:
             return {}
-        with self._explaining():
+        with self.job.explaining():
             return checkpoints.optimizer_state_dict(
                 optimizer,
                 names,
-                pipeline,
-                self._groups.p2p,
+                fit.pipeline,
+                self.job.groups.p2p,
                 root=root,
                 keeps=self._keeps_gathered,
                 collected=collected,
             )
 
-    def _collected_states(self) -> dict[str, dict[str, Any]] | None:
-        """Optimizer states, each on the replica that writes it, if the optimizer is sharded; all ranks must call."""
-        shards = self._shards
+    def _collected_states(self, fit: Fit) -> dict[str, dict[str, Any]] | None:
+        """Optimizer states, each on the replica that writes it, if the optimizer is sharded."""
+        shards = fit.shards
         if shards is None:
             return None
-        if self._failed and self.world_size > 1:
-            return {}  # see save_checkpoint
-        assert self._placement is not None
-        first = self._placement.coordinate(0)[1]
-        with self._explaining():
+        if self._has_failed_beside_others:
+            return {}
+        first = self.job.place_of_rank_0[1]
+        with self.job.explaining():
             return shards.collect(shards.destination if self._writes_folders else lambda name: first)
 
     def _gathering_rank(self) -> int | None:
-        """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others.
-
-        With nodes numbered at random it can stand anywhere.
-        """
-        assert self._groups is not None and self._placement is not None
-        place = self._placement.coordinate(0)
-        return place[0] if self._groups.data_parallel_rank == place[1] else None
+        """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others."""
+        pipeline_rank, replica, _ = self.job.place_of_rank_0
+        return pipeline_rank if self.job.groups.data_parallel_rank == replica else None
 
     @property
     def _keeps_gathered(self) -> bool:
         """Whether this rank's pipeline is that of rank 0; the others of its replica only help to make tensors whole."""
-        assert self._groups is not None and self._placement is not None
-        return self._groups.tensor_parallel_rank == self._placement.coordinate(0)[2]
+        return self.job.groups.tensor_parallel_rank == self.job.place_of_rank_0[2]
 
     # saving
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
-        failed = self._failed and self.world_size > 1
-        if failed and (not self._writes_folders or self._shards is not None):
-            # a callback saves because of the exception (save_on_exception), but other ranks do not answer any more
-            warnings.warn(f"{filepath} is not saved: a rank has failed, and each holds only its part")
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save what Lightning has collected. With ``async_checkpoint``, returns once it is copied."""
+        failed, member = self._has_failed_beside_others, self._membership
+        is_sharded = self.fit is not None and self.fit.shards is not None
+        if failed and (not self._writes_folders or is_sharded):
+            warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
             return
+        run = self.fit or self.run
         if "loops" in checkpoint:
-            self._checkpoints.add_what_resuming_needs(
-                self._membership, checkpoint, base_seed=self._base_seed, failed=failed
-            )
-        plan = self._plan.to_yaml() if self._plan is not None else ""
-        background = self._checkpoints.background and self._pipeline is not None and not self._failed
+            seed = 0 if run is None else run.base_seed
+            self.manager.add_what_resuming_needs(member, checkpoint, base_seed=seed, failed=failed)
+        plan = "" if self.run is None else self.run.plan.to_yaml()
+        background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
-            if not self._is_ours(filepath) or storage_options is not None:
-                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            else:
-                self._checkpoints.save_plain(self._membership, checkpoint, filepath, plan=plan, background=background)
+            if self.is_ours(path) and storage_options is None:
+                self.manager.save_plain(member, checkpoint, path, plan=plan, background=background)
+            elif member.rank == 0:
+                self.io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if storage_options is not None:
             raise ConfigurationError(
                 f"storage_options={storage_options!r} is for a CheckpointIO, and a checkpoint folder uses none; set "
                 f"save_distributed_checkpoint=False"
             )
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True)
         about: dict[str, Any] = {
             "order": list(state),
             "parameters": frozenset(n for n, value in state.items() if isinstance(value, nn.Parameter)),
             "plan": plan,
-            "assigned": self._shards is not None,
+            "assigned": is_sharded,
         }
         if failed:
             try:
-                self._checkpoints.save_in_distress(self._membership, checkpoint, filepath, **about)
+                self.manager.save_in_distress(member, checkpoint, path, **about)
             except Exception as error:
-                warnings.warn(f"{filepath} is not saved: the run has failed, and not on all ranks at once ({error})")
+                warnings.warn(f"{path} is not saved: the run has failed, and not on all ranks at once ({error})")
             return
-        with self._explaining():
-            self._checkpoints.save_folder(self._membership, checkpoint, filepath, background=background, **about)
+        with self.job.explaining():
+            self.manager.save_folder(member, checkpoint, path, background=background, **about)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; all ranks must call."""
-        if self._is_ours(filepath):
-            self._checkpoints.remove(self._membership, filepath)
-        else:
-            super().remove_checkpoint(filepath)
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint."""
+        if self.is_ours(path):
+            self.manager.remove(self._membership, path)
+        elif self.job.connection.rank == 0:
+            self.io.remove_checkpoint(path)
 
-    def _is_ours(self, path: Any) -> bool:
+    def is_ours(self, path: Any) -> bool:
         """Whether we write and read a path ourselves: no CheckpointIO of the user's and no URL."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and checkpoints.is_local(path)
+        return type(self.io) is TorchCheckpointIO and checkpoints.is_local(path)
 
     # loading
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's checkpoint, of either format and any layout; all ranks must call."""
-        if not self._is_ours(checkpoint_path) and not finding.is_folder(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        with self._explaining():
-            loaded = self._checkpoints.load(self._membership, checkpoint_path, weights_only=weights_only)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_seed = resume.base_seed(loaded)
-            resume.give_loaders_their_states(loaded, self._membership.replica, self._membership.num_replicas)
+    def load(self, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+        """Lightning's checkpoint, of either format and any layout."""
+        if not self.is_ours(path) and not finding.is_folder(path):
+            torch.cuda.empty_cache()
+            return self.io.load_checkpoint(path, weights_only=weights_only)
+        member = self._membership
+        with self.job.explaining():
+            loaded = self.manager.load(member, path, weights_only=weights_only)
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.resumption.seed = resume.base_seed(loaded)
+            resume.give_loaders_their_states(loaded, member.replica, member.num_replicas)
         return loaded
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
-        saved = checkpoint["state_dict"]
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        saved, trainer = checkpoint["state_dict"], self.module.trainer
         averages = any(isinstance(c, WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
         if averages and trainer.state.fn == TrainerFn.FITTING:
             saved = checkpoint.get("current_model_state", saved)  # training goes on from these, not from the average
-        self._saved_weights = (saved, strict)
-        if self._pipeline is not None:
-            self._load_saved_weights()
+        self.resumption.weights = (saved, strict)
+        if self._open_run is not None:
+            self.resumption.put_weights(self._open_run.pipeline)
 
-    def _load_saved_weights(self) -> None:
-        """Put the weights of the checkpoint that Lightning has opened into the module; all ranks must call."""
-        if self._saved_weights is not None:
-            assert self._pipeline is not None
-            saved, strict = self._saved_weights
-            self._saved_weights = None
-            checkpoints.load_module_state(self._pipeline, saved, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._pipeline is not None
-        saved = checkpoint["optimizer_states"]
-        assert self._parameter_groups is not None
-        for optimizer, state in zip(self.optimizers, saved, strict=True):
-            names = self._parameter_groups.names_of(optimizer)
-            with self._explaining():
-                checkpoints.load_optimizer_state(optimizer, state, names, self._pipeline.local_parameters, self._shards)
-            optimizers_to_device([optimizer], self.root_device)
-        assert self.lightning_module is not None
+    def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
+        """Load the states of the optimizers of ``fit``, and those of stateful data loaders."""
+        optimizers = fit.trainer.strategy.optimizers
+        for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=True):
+            names = fit.parameter_groups.names_of(optimizer)
+            with self.job.explaining():
+                checkpoints.load_optimizer_state(optimizer, state, names, fit.pipeline.local_parameters, fit.shards)
+            optimizers_to_device([optimizer], self.job.connection.device)
         # Lightning does it when it makes the loaders, but here, and wherever ``estimated_stepping_batches`` is asked for,
         # they were made, and their first pass begun, before it knew the states
-        restore_loaders(self.lightning_module.trainer.fit_loop)
+        restore_loaders(fit.trainer.fit_loop)

@@ -144,6 +144,19 @@ class Connection:
         dist.broadcast_object_list(found, 0)
         return found[0]
 
+    def ask_rank_0(self, find: Callable[[], Any]) -> Any:
+        """What ``find()`` returns on rank 0, or raises there, on every rank; all must call."""
+        answer: tuple[Any, Exception | None] = None, None
+        if self.rank == 0:
+            try:
+                answer = find(), None
+            except Exception as refusal:
+                answer = None, refusal
+        found, error = self.broadcast(answer)
+        if error is not None:
+            raise error
+        return found
+
     # failures
 
     @contextmanager

@@ -1,121 +1,145 @@
-"""PlanningStrategy: what runs where in a run, from the module, its batches and the clusters.
+"""The plan of a run that begins: what runs where, from the module, its batches and the clusters.
 
-Owns the plan and the prediction that it came from; how a plan is chosen is runtime_plan.py's and plan/'s business, what becomes
-of it strategy.py's.
+    planned, structure = plan_run(trainer, context)        # every rank must call
+
+How a plan is chosen is runtime_plan.py's and plan/'s business, what becomes of it run.py's.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.lightning_private import before_batch_transfer
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.report import print_plan
-from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.building import ModuleBuilder
+from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
+from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.runtime_plan import decide
-from lightning_holmes.strategy.stepping import SteppingStrategy
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
 
 
-class PlanningStrategy(SteppingStrategy):
-    """Plans the run of a strategy that sets ``_builder``, ``_pipeline`` and the like."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What a run is made from, beside its trainer.
 
-    _splitter: BatchSplitter
-    _plan: Plan | None = None
-    _runtime_plan: RuntimePlan | None = None
-    _builder: ModuleBuilder | None = None
-    _pipeline: PipelineModule | None = None
+    Attributes:
+        builder: of the module, which may have no memory yet.
+        resumption: what a checkpoint has brought.
+        splitter: of batches; it learns from those of all runs.
+        former: the plan of the run before, whose layout is kept where it fits.
+        undo: takes back, last change first, what a run changes, also where its set-up fails half-way.
+    """
 
-    @property
-    def training_options(self) -> TrainingOptions:
-        """The arguments that decide what a step sends and holds, as predictions take them."""
-        return self._options.training_options
+    job: Job
+    options: Options
+    builder: ModuleBuilder
+    resumption: Resumption
+    splitter: BatchSplitter
+    former: RuntimePlan | None
+    undo: Replacements
 
-    @property
-    def plan(self) -> Plan:
-        """What runs where; known once the trainer has set the strategy up."""
-        if self._plan is None:
-            raise HolmesError("the plan is made when the trainer sets the strategy up; ask for it in a hook or later")
-        return self._plan
 
-    @property
-    def prediction(self) -> Prediction | None:
-        """What a training step was predicted to cost when the plan was made; None where no costs were known."""
-        return None if self._runtime_plan is None else self._runtime_plan.prediction
+def plan_run(trainer: "pl.Trainer", context: RunContext) -> tuple[RuntimePlan, ModuleStructure | None]:
+    """The plan of the run that begins, and the structure of its module. Every rank must call.
 
-    def _samples(self, trainer: "pl.Trainer") -> dict[str, Any]:
-        """One batch of each loader that will be read, by the name of its step; on the device."""
-        assert self.lightning_module is not None
-        samples = {}
-        for step_name, batch in admission.sample_batches(trainer, self.root_device).items():
-            batch = self.precision_plugin.convert_input(batch)
-            batch = before_batch_transfer(self.lightning_module, batch)
-            samples[step_name] = self.batch_to_device(batch, dataloader_idx=0)
-        return samples
-
-    def _trace(self, samples: dict[str, Any]) -> TraceResult:
-        """What these batches teach about the module."""
-        assert self._placement is not None and self.lightning_module is not None
-        place = self._placement.coordinate(0)[:2]
-        traces = self.is_global_zero or self._placement.coordinate(self.global_rank)[:2] == place
-        with self._builder.stand_ins() if self._builder and traces else nullcontext():
-            return trace_module(
-                self.lightning_module,
-                samples,
-                self._options.plan_options,
-                pipeline_parallel_size=self._placement.pipeline_parallel_size,
-                traces=traces,
-                world_size=self.world_size,
-                device=self.root_device,
-                splitter=self._splitter,
-                context=self._step_context,
-            )
-
-    def _decide(self, batch: Any, traced: TraceResult, *, predicts: bool, notes: Sequence[str]) -> RuntimePlan:
-        """The plan of the run that begins."""
-        assert self.lightning_module is not None and self._layout is not None and self._builder is not None
-        return decide(
-            PlanRequest(
-                module=self.lightning_module,
-                batch=batch,
-                traced=traced,
-                options=self._options.plan_options,
-                training=self.training_options,
-                layout=dataclasses.replace(self._layout, notes=(*self._layout.notes, *notes)),
-                profile=self._options.profile,
-                splitter=self._splitter,
-                device=self.root_device,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                context=functools.partial(self._step_context, "training_step"),
-                stand_ins=self._builder.stand_ins,
-                former=self._runtime_plan,
-                predicts=predicts,
-                topology_given=self._options.topology != "auto",
-            )
+    Raises:
+        HolmesError: the module or the options are refused, on every rank alike.
+    """
+    job, options, module = context.job, context.options, trainer.lightning_module
+    connection = job.connection
+    samples = _samples(trainer, job)
+    traced = _trace(trainer, context, samples)
+    clusters = [cluster.name for cluster, _ in job.topology.places()]
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
+    options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    planned = decide(
+        PlanRequest(
+            module=module,
+            batch=samples.get("training_step"),
+            traced=traced,
+            options=options.plan_options,
+            training=options.training_options,
+            layout=dataclasses.replace(job.layout, notes=(*job.layout.notes, *notes)),
+            profile=options.profile,
+            splitter=context.splitter,
+            device=connection.device,
+            rank=connection.rank,
+            world_size=connection.world_size,
+            context=functools.partial(step_context, trainer, "training_step"),
+            stand_ins=context.builder.stand_ins,
+            former=context.former,
+            predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
+            topology_given=options.topology != "auto",
         )
+    )
+    return planned, traced.structure
 
-    def _print_plan(self) -> None:
-        assert self._pipeline is not None and self._plan is not None and self.lightning_module is not None
-        if self.global_rank != 0 or self.world_size == 1:
-            return
-        counts = None
-        structure = self._pipeline.structure
-        if structure is not None:
-            sizes = {n: p.numel() for n, p in self.lightning_module.named_parameters()}
-            counts = [
-                sum(sizes[n] for n in structure.parameters_of(self._plan.partition, stage))
-                for stage in range(self._plan.num_stages)
-            ]
-        print_plan(self._plan, parameter_counts=counts)
+
+def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
+    """The context manager of the precision plugin under which a step runs."""
+    plugin = trainer.precision_plugin
+    contexts = {
+        "training_step": plugin.train_step_context,
+        "validation_step": plugin.val_step_context,
+        "test_step": plugin.test_step_context,
+        "predict_step": plugin.predict_step_context,
+    }
+    return contexts[step_name]()
+
+
+def show_plan(plan: Plan, pipeline: PipelineModule, job: Job) -> None:
+    """Print the plan on rank 0 of several, with the parameters of each stage."""
+    if job.connection.rank != 0 or job.connection.world_size == 1:
+        return
+    counts, structure = None, pipeline.structure
+    if structure is not None:
+        sizes = {n: p.numel() for n, p in pipeline.module.named_parameters()}
+        counts = [
+            sum(sizes[n] for n in structure.parameters_of(plan.partition, stage)) for stage in range(plan.num_stages)
+        ]
+    print_plan(plan, parameter_counts=counts)
+
+
+def _samples(trainer: "pl.Trainer", job: Job) -> dict[str, Any]:
+    """One batch of each loader that will be read, by the name of its step; on the device."""
+    samples = {}
+    for step_name, batch in admission.sample_batches(trainer, job.connection.device).items():
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = before_batch_transfer(trainer.lightning_module, batch)
+        samples[step_name] = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    return samples
+
+
+def _trace(trainer: "pl.Trainer", context: RunContext, samples: dict[str, Any]) -> TraceResult:
+    """What these batches teach about the module."""
+    job = context.job
+    connection, place = job.connection, job.place_of_rank_0[:2]
+    traces = connection.rank == 0 or job.placement.coordinate(connection.rank)[:2] == place
+    with context.builder.stand_ins() if traces else nullcontext():
+        return trace_module(
+            trainer.lightning_module,
+            samples,
+            context.options.plan_options,
+            pipeline_parallel_size=job.placement.pipeline_parallel_size,
+            traces=traces,
+            world_size=connection.world_size,
+            device=connection.device,
+            splitter=context.splitter,
+            context=functools.partial(step_context, trainer),
+        )

@@ -1,63 +1,66 @@
-"""HolmesStrategy: Lightning's hooks, wired to the pieces that do the work. No algorithms here.
+"""HolmesStrategy: Lightning's hooks, handed to the pieces that do the work. No algorithms here.
 
 import lightning_holmes
 Trainer(strategy="holmes", devices=4)
 Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), devices=4)
+
+It holds, and nobody else does: the Options; the Job and its Connection, from the first run on; the last Run, and the last
+Fit, which tell their plan and their optimizer's names and shards also after they have ended.
 """
 
 import functools
 import gc
 import os
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_holmes import checkpoint
-from lightning_holmes.callbacks import ModuleStateSync
-from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
+from lightning_holmes.checkpoint import CheckpointManager
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
-from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.lightning_private import SUMMARY, optimizers_to_device, prints_summary, reset_optimizers
-from lightning_holmes.optim.elementwise import Separability
-from lightning_holmes.optim.reducer import GradientReducer
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.module_state import ModuleState
-from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.pipeline.step_clock import StepClock
+from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
 from lightning_holmes.plan.sync_choice import SyncChoice
-from lightning_holmes.strategy import admission, agreement, sharding
+from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.strategy import agreement, collectives
 from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.compat.averaging import WeightAverages
-from lightning_holmes.strategy.compat.clipping import clipping
-from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
-from lightning_holmes.strategy.compat.finetuning import ParameterGroups
-from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
-from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
+from lightning_holmes.strategy.checkpointing import RunCheckpoints
 from lightning_holmes.strategy.compat.replacements import Replacements
-from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.gradients import make_gradients
+from lightning_holmes.strategy.connection import Connection
+from lightning_holmes.strategy.fit import Fit
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.options import Options, ProfileKind
-from lightning_holmes.strategy.planning import PlanningStrategy
-from lightning_holmes.strategy.split_trial import SplitTrial
-from lightning_holmes.torch_private import default_store
+from lightning_holmes.strategy.planning import RunContext
+from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.run import Evaluation, Run
 
 
-class HolmesStrategy(PlanningStrategy):
+class HolmesStrategy(ParallelStrategy):
     """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
 
     Args:
@@ -144,46 +147,164 @@ class HolmesStrategy(PlanningStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         port_range: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(
-            Options(
-                topology=topology,
-                pipeline_parallel_size=pipeline_parallel_size,
-                tensor_parallel_size=tensor_parallel_size,
-                num_microbatches=num_microbatches,
-                eval_num_microbatches=eval_num_microbatches,
-                schedule=schedule,
-                num_chunks=num_chunks,
-                partition=partition,
-                profile=profile,
-                plan=plan,
-                layers=layers,
-                broadcast_batch=broadcast_batch,
-                save_distributed_checkpoint=save_distributed_checkpoint,
-                async_checkpoint=async_checkpoint,
-                gradient_sync=gradient_sync,
-                bucket_bytes=bucket_bytes,
-                grad_dtype=grad_dtype,
-                compression=compression,
-                powersgd_rank=powersgd_rank,
-                activation_dtype=activation_dtype,
-                sharded_optimizer=sharded_optimizer,
-                master_weights=master_weights,
-                monitor=monitor,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                port_range=port_range,
-            )
-        )
-        self._monitor = self._options.make_monitor()
-        self._shards = None
-        self._ended: PipelineModule | None = None
-        self._parameter_groups: ParameterGroups | None = None
-        self._signals: BatchSignals | None = None
-        self._changes = Replacements()  # of Lightning's and the user's objects, while a run lasts
-        self._base_seed = 0
+        given = dict(locals())
+        super().__init__()
+        self._options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
+        self._num_nodes = 1
+        self._connection: Connection | None = None
+        self._job: Job | None = None
+        self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
+        self._run: Run | None = None
+        self._fit: Fit | None = None
+        self._undo = Replacements()  # of what a run changes, while it lasts
         self._splitter = BatchSplitter()
+        self._resumption = Resumption()
+        self._manager = CheckpointManager(
+            distributed=self._options.save_distributed_checkpoint, background=self._options.async_checkpoint
+        )
 
-    # start
+    # what there is
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shall inject distributed samplers and reduce logged values: where there are replicas.
+
+        A pipeline alone reads its data and logs as one process does.
+        """
+        return self.data_parallel_size > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the job, as given to the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of tensors' groups; None until chosen."""
+        return self._options.process_group_backend if self._connection is None else self._connection.backend
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's coordinate among the replicas: what decides which samples it loads."""
+        return 0 if self._job is None else self._job.groups.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of replicas."""
+        return 1 if self._job is None else self._job.placement.data_parallel_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; a LightningModule reads it as
+        ``self.device_mesh``.
+
+        Known from ``configure_model`` on, where there is more than one process.
+        """
+        if self._job is None or self._job.device_mesh is None:
+            raise HolmesError("the device mesh is made when the trainer sets up several processes; ask for it later")
+        return self._job.device_mesh
+
+    @property
+    def plan_options(self) -> PlanOptions:
+        """What the arguments, or a plan file, ask for of what a plan decides."""
+        return self._options.plan_options
+
+    @property
+    def training_options(self) -> TrainingOptions:
+        """The arguments that decide what a step sends and holds, as predictions take them."""
+        return self._options.training_options
+
+    @property
+    def _latest_run(self) -> Run:
+        if self._run is None:
+            raise HolmesError("the plan is made when the trainer sets the strategy up; ask for it in a hook or later")
+        return self._run
+
+    @property
+    def _training(self) -> Fit:
+        if self._fit is None:
+            raise HolmesError("nothing is trained before the trainer has set the strategy up in fit")
+        return self._fit
+
+    @property
+    def plan(self) -> Plan:
+        """What runs where; known once the trainer has set the strategy up."""
+        return self._latest_run.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a training step was predicted to cost when the plan was made; None where no costs were known."""
+        return None if self._run is None else self._run.planned.prediction
+
+    @property
+    def gradient_sync_choices(self) -> list[SyncChoice]:
+        """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
+        return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.is_open else []
+
+    # processes
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = HolmesLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._agree_on_checkpoint
+        )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's rank, as Lightning's strategies do."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
+        # Remains of an earlier run: a forked data worker that collects its groups waits for threads that it has not.
+        gc.collect()
+        super().setup_environment()
+        self.set_world_ranks()
+        if self._connection is None:
+            assert self.cluster_environment is not None
+            self._connection = Connection(
+                self.cluster_environment, self.root_device, num_nodes=self.num_nodes, options=self._options
+            )
+        self._connection.open()
+        if self._job is None:
+            with self._connection.explaining():
+                self._job = Job(self._connection, self._options)
+        if self.lightning_module is not None:
+            set_device_mesh(self.lightning_module, self._job.device_mesh)
+        publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
+
+    def _agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
+        self.setup_environment()
+        assert self._connection is not None
+        with self._explaining():
+            return self._connection.ask_rank_0(find)
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        if self._job is not None:
+            return self._job.explaining()
+        return nullcontext() if self._connection is None else self._connection.explaining()
+
+    # a run
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -191,223 +312,34 @@ class HolmesStrategy(PlanningStrategy):
 
         Where it cannot run so (it reads weights by code of its own, say) it runs again, for real.
         """
-        module = self.lightning_module
-        assert module is not None
+        assert self.lightning_module is not None
         if self.world_size > 1:
             agreement.share_generators()
         self._builder = self._make_builder()
-        with self._builder.configuring(module, self.precision_plugin.module_init_context):
+        with self._builder.configuring(self.lightning_module, self.precision_plugin.module_init_context):
             yield
 
     def _make_builder(self) -> ModuleBuilder:
         return ModuleBuilder(lambda: self.broadcast(agreement.choose_seed()), self.root_device)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None and self._job is not None
         self.accelerator.setup(trainer)
-        with self._explaining():
-            self._setup(trainer)
-
-    def _setup(self, trainer: "pl.Trainer") -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._align_ranks(trainer, fitting)
-        self._make_pipeline(trainer, fitting)
-        assert self._pipeline is not None and self._groups is not None and self._plan is not None
-        if fitting:
-            self._make_optimizers(trainer)
-        else:
-            self._pipeline.install()
-            self.setup_precision_plugin()
-        self._driver = StepDriver(
-            self._pipeline,
-            self._groups.p2p,
-            schedule=self._plan.schedule,
-            num_chunks=self._plan.num_chunks,
-            device=self.root_device,
-            broadcast_batch=self._options.broadcast_batch,
+        self._builder = self._builder or self._make_builder()
+        context = RunContext(
+            job=self._job,
+            options=self._options,
+            builder=self._builder,
+            resumption=self._resumption,
             splitter=self._splitter,
-            tensor_p2p=self._groups.tensor_p2p,
+            former=None if self._run is None else self._run.planned,
+            undo=self._undo,
         )
-        if fitting and self._plan.pipeline_parallel_size > 1:
-            self._show_whole_module_to_callbacks(trainer)
-            self._trial = (
-                SplitTrial(self._plan, self._driver, self.root_device) if self._options.chooses_schedule else None
-            )
-        self._follow_trainer(trainer)
-
-    def _align_ranks(self, trainer: "pl.Trainer", fitting: bool) -> None:
-        """Refuse what cannot be run; the same module, seed and random state on every rank."""
-        module = self.lightning_module
-        assert module is not None and self.model is not None
-        assert self._placement is not None and self._groups is not None and self._job is not None
-        is_pipeline = self._placement.pipeline_parallel_size > 1
-        admission.check_module(module, fitting=fitting, is_pipeline=is_pipeline)
-        if fitting:
-            admission.check_run(module, trainer, is_pipeline=is_pipeline)
-        admission.check_tensor_parallel(module, trainer, self._options.plan_options.tensor_parallel_size)
-        builder = self._builder = self._builder or self._make_builder()
-        builder.adopt(module)
-        agreement.compare_ranks(agreement.module_facts(module), self.world_size)
-        with builder.building():
-            self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
-        self._base_seed = self.broadcast(agreement.choose_seed())
-        if fitting and self._saved_seed is not None:  # dropout goes on as before the checkpoint
-            self._base_seed = self._saved_seed
-        self._saved_seed = None
-        dtensor.check_axes([*module.named_parameters(), *module.named_buffers()], self._job.device_mesh)
-        place = self._placement.coordinate(0)
-        agreement.broadcast_module(module, self.world_size, self._groups, place[:2])
-        agreement.share_random_state(self._groups)
-
-    def _make_pipeline(self, trainer: "pl.Trainer", fitting: bool) -> None:
-        """Learn how the module runs, plan the run, and keep what this rank holds."""
-        module, layout, builder = self.lightning_module, self._layout, self._builder
-        assert module is not None and layout is not None and builder is not None
-        assert self._placement is not None and self._groups is not None
-        samples = self._samples(trainer)
-        traced = self._trace(samples)
-        clusters = [cluster.name for cluster, _ in layout.topology.places()]
-        notes = self._options.gradient_options.notes(self._placement, clusters) if fitting else []
-        self._options.check_given_plan(
-            layout.topology, world_size=self.world_size, structure=traced.structure, module=module
-        )
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        predicts = self._monitor is not None or any(isinstance(c, TimelineMonitor) for c in callbacks)
-        self._runtime_plan = self._decide(samples.get("training_step"), traced, predicts=predicts, notes=notes)
-        self._plan = self._runtime_plan.plan
-        self._pipeline = PipelineModule(
-            module,
-            traced.structure,
-            self._plan.partition,
-            self._plan.stages_of(self._groups.pipeline_rank),
-            self.root_device,
-        )
-        builder.fill(self._pipeline, rank=self.global_rank, overwritten=self._saved_weights is not None)
-        self._load_saved_weights()
-        self._print_plan()
-
-    def _make_optimizers(self, trainer: "pl.Trainer") -> None:
-        """The user's optimizers over what this rank holds, and the gradients that they are given."""
-        assert self._pipeline is not None and self._groups is not None and self._plan is not None
-        assert self._job is not None
-        module = self.lightning_module
-        assert module is not None
-        self.setup_optimizers(trainer)
-        admission.check_optimizers(self.optimizers)
-        group_names = [checkpoint.parameter_group_names(module, o) for o in self.optimizers]
-        separability = None
-        wanted = sharding.wants_shards(self._options.sharding_options, self.data_parallel_size)
-        if self.optimizers and (wanted or sharding.may_couple(self.optimizers[0], self._plan)):
-            separability = sharding.test_optimizer(
-                self.optimizers[0], self.root_device, self._job.connection.all_gather
-            )
-            sharding.refuse_coupling(separability, self._plan)
-        if self._pipeline.structure is not None:
-            self._summarise_whole_module(trainer)
-        self._pipeline.install()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._parameter_groups = self._changes.enter_context(
-            ParameterGroups(self._pipeline, self.optimizers, group_names, callbacks, self._job.connection.all_gather)
-        )
-        self.setup_precision_plugin()
-        optimizers_to_device(self.optimizers, self.root_device)
-        self._gradients = make_gradients(
-            self._pipeline,
-            self._groups,
-            self._plan,
-            self.root_device,
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            shard=lambda reducer: self._shard_optimizer(trainer, separability, reducer),
-            options=self._options.gradient_options,
-            board=self._make_board(),
-            flat=self._options.sharding_options.master_weights,
-        )
-        self._shards = self._gradients.host.shards
-        self._changes.callback(self._gradients.close)
-        self._changes.enter_context(clipping(self.precision_plugin, self._gradients.host))
-
-    def _follow_trainer(self, trainer: "pl.Trainer") -> None:
-        """What keeps metrics, signals, the module's own state and random numbers alike while the run lasts."""
-        assert self._pipeline is not None and self._groups is not None and self.lightning_module is not None
-        assert self._job is not None
-        module = self.lightning_module
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._state = ModuleState(self._pipeline, self._groups.p2p, self.root_device)
-        self._state_each_batch = admission.hooks_that_read_state(module, trainer)
-        if self.world_size > 1:
-            signals = BatchSignals(trainer, self._job.connection.watch, self._explaining, self._noting_wait)
-            self._signals = self._changes.enter_context(signals)
-            self._changes.enter_context(ReplicaMetrics(module, self._groups.data_parallel))
-        monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
-        monitors = [] if self._monitor is None or monitored else [self._monitor]
-        self._changes.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
-        agreement.share_random_state(self._groups)
-        self._state.watch()
-
-    def _shard_optimizer(
-        self, trainer: "pl.Trainer", found: Separability | None, reducer: GradientReducer
-    ) -> ShardedOptimizer | None:
-        """Shard the optimizer over the replicas, if that is asked for or better."""
-        if found is None:
-            return None
-        assert self._pipeline is not None and self._parameter_groups is not None
-        assert self._job is not None
-        optimizer = self.optimizers[0]
-        local = self._pipeline.local_parameters
-        shards, choice = sharding.shard_optimizer(
-            self._options.sharding_options,
-            found,
-            optimizer,
-            [[n for n in names if n in local] for names in self._parameter_groups.names_of(optimizer)],
-            reducer,
-            trainer,
-            data_parallel_size=self.data_parallel_size,
-            device=self.root_device,
-            gather=self._job.connection.all_gather,
-        )
-        if self.is_global_zero:
-            print(choice.describe(), flush=True)
-        return shards
-
-    def _make_board(self) -> SyncBoard | None:
-        """Where groups of replicas tell rank 0 how they sum their gradients."""
-        if self.data_parallel_size == 1 or self._placement is None:
-            return None
-        store = default_store()
-        run = store.add(f"holmes_gradient_sync_runs/{self.global_rank}", 1)  # the same number on all ranks
-        return SyncBoard(store, run=run, groups=[str(s) for s in range(self._placement.pipeline_parallel_size)])
-
-    @property
-    def gradient_sync_choices(self) -> list[SyncChoice]:
-        """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
-        return [] if self._gradients is None else list(self._gradients.reducer.choices)
-
-    def _show_whole_module_to_callbacks(self, trainer: "pl.Trainer") -> None:
-        """Let averages of weights and norms of gradients cover all stages."""
-        assert self._pipeline is not None and self._groups is not None and self._groups.pipeline is not None
-        averages = WeightAverages(trainer, self._pipeline, self._groups.p2p)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        norms = GradNormExchange([self.lightning_module, *callbacks], self._pipeline, self._groups.pipeline)
-        self._changes.enter_context(averages)
-        self._changes.enter_context(norms)
-
-    def _summarise_whole_module(self, trainer: "pl.Trainer") -> None:
-        """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""
-        module = self.lightning_module
-        assert module is not None
-        if module.example_input_array is None:
-            return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ModelSummary) and prints_summary(callback):
-                summary = getattr(callback, SUMMARY)(trainer, module)
-                self._changes.replace(callback, **{SUMMARY: lambda *_, made=summary: made})
-
-    def global_grad_norm(self, parameters: Any) -> Tensor:
-        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
-        call."""
-        assert self._gradients is not None
-        return self._gradients.host.norm(parameters)
+        with self._explaining():
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._run = self._fit = Fit(trainer, context)
+            else:
+                self._run = Evaluation(trainer, context)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         reset_optimizers(self)
@@ -431,17 +363,15 @@ class HolmesStrategy(PlanningStrategy):
         seeded = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))
         if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_parallel_rank)
-            self._changes.callback(_leave_workers, weakref.ref(dataloader))
+            self._undo.callback(_leave_workers, weakref.ref(dataloader))
         return dataloader
 
-    # end
-
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self._signals is not None and self._signals.ends_together:
+        if isinstance(exception, SIGTERMException) and self._run is not None and self._run.ends_together:
             return  # no rank has failed, and callbacks may save
-        if self._gradients is not None:
-            self._gradients.host.abandon()
-        self._saved_weights = None
+        if self._fit is not None and self._fit.is_open:
+            self._fit.gradients.host.abandon()
+        self._resumption.weights = None
         if self._connection is not None:
             self._connection.report(exception, self._explaining)
 
@@ -450,35 +380,159 @@ class HolmesStrategy(PlanningStrategy):
 
         Lightning calls it after a run and after an exception, also where that came from :meth:`setup` or before.
         """
-        with self._changes:
-            self._end_pipeline()
-        self._signals = self._gradients = None
-        self._last_step = self._driver = self._state = self._builder = self._trial = self._clock = None
+        with self._explaining():
+            self._undo.close()
+        self._builder = None
         publish_coordinate(None)
         if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
-        self._checkpoints.finish(failed=self._failed, alone=self.world_size == 1)
+        failed = self._connection is not None and self._connection.failed
+        self._manager.finish(failed=failed, alone=self.world_size == 1)
         if self._connection is not None:
             self._connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
 
-    def _end_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.uninstall()
-            if self._builder is not None and self._builder.leave(self._pipeline):
-                pass  # larger than a process, perhaps: each keeps its part
-            elif self._signals is not None and self._signals.ends_together:
-                pass  # what is left of the time goes to the checkpoint
-            elif not self._failed and self._groups is not None and self._plan is not None:
-                ranks = self._plan.placement.pipeline_group(
-                    self._groups.data_parallel_rank, self._groups.tensor_parallel_rank
-                )
-                owners = {s: ranks[self._plan.rank_of(s)] for s in range(self._plan.num_stages)}
-                with self._explaining():
-                    checkpoint.fill_whole_module(self._pipeline, owners, self._groups.pipeline, self.global_rank)
-            if self._gradients is not None:
-                self._ended = self._pipeline
-            self._pipeline = None
+    # steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the whole batch, forward and backward, through the pipeline; gradients stay with the strategy."""
+        return self._training.training_step(*args, *kwargs.values())
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._latest_run.evaluation_step("validation_step", *args, *kwargs.values())
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._latest_run.evaluation_step("test_step", *args, *kwargs.values())
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._latest_run.evaluation_step("predict_step", *args, *kwargs.values())
+
+    def synchronise_module_state(self) -> None:
+        """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
+        if self._run is not None and self._run.is_open:
+            self._run.synchronise_module_state()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """While gradients accumulate over batches they stay on their rank."""
+        self._training.accumulates = True
+        try:
+            yield
+        finally:
+            self._training.accumulates = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that the pipeline has gathered, reduced unless more batches are to come."""
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._training.hand_over()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        self._training.absorb()
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As Lightning does; a monitored run notes the time from the gradients to the end of the optimizer's step."""
+        with self._training.noting_update(closure) as noted:
+            return super().optimizer_step(optimizer, noted, model, **kwargs)
+
+    def global_grad_norm(self, parameters: Any) -> Tensor:
+        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
+        call."""
+        return self._training.gradients.host.norm(parameters)
+
+    def start_monitoring(self) -> StepClock:
+        """Note from now on when this rank computes, waits and communicates."""
+        return self._training.start_monitoring()
+
+    def stop_monitoring(self) -> None:
+        """Note nothing any more."""
+        if self._fit is not None:
+            self._fit.stop_monitoring()
+
+    # collectives
+
+    def _outside_steps(self, what: str) -> None:
+        if self._run is not None and self._run.is_inside_step:
+            raise HolmesError(
+                f"{what} inside a step: the stages of a pipeline run different parts of it, so a collective would hang; "
+                f"call it in a hook at the end of a batch or an epoch"
+            )
+
+    @property
+    def _replicas(self) -> Any:
+        """The group of this rank's replicas, or None."""
+        return None if self._job is None else self._job.groups.data_parallel
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
+            self._outside_steps("strategy.barrier")
+            collectives.barrier(self.root_device)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._outside_steps("strategy.broadcast")
+        return collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
+        self._outside_steps("strategy.reduce")
+        return collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over ``group``, by default over the replicas; the first dimension counts them."""
+        self._outside_steps("strategy.all_gather")
+        group = self._replicas if group is None else group
+        alone = group is None and self._job is not None and self.world_size > 1
+        return collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._outside_steps("strategy.reduce_boolean_decision")
+        return collectives.decide(decision, all=all, device=self.root_device)
+
+    # checkpoints
+
+    @property
+    def _checkpoints(self) -> RunCheckpoints:
+        if self._job is None or self.lightning_module is None:
+            raise HolmesError("checkpoints are saved and loaded once the trainer has set the strategy's environment up")
+        return RunCheckpoints(
+            manager=self._manager,
+            job=self._job,
+            run=self._run,
+            fit=self._fit,
+            resumption=self._resumption,
+            module=self.lightning_module,
+            io=self.checkpoint_io,
+        )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
+        return self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
+        numbered as plain Lightning does: then all ranks must call."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; all ranks must call."""
+        self._checkpoints.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's checkpoint, of either format and any layout; all ranks must call."""
+        return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
+        self._checkpoints.load_module(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint, self._training)
 
 
 def _leave_workers(loader: "weakref.ref[DataLoader[Any]]") -> None:

@@ -129,7 +129,7 @@ def build(name: str, folder: str) -> Any:
 
 def held(strategy: Any, module: nn.Module) -> set[str]:
     """Names of the parameters that this rank has values of."""
-    pipeline = strategy._pipeline or strategy._ended
+    pipeline = strategy._run.pipeline
     return set(pipeline.local_parameters)
 
 

@@ -137,5 +137,5 @@ def run_masters(payload: Any) -> dict[str, Any]:
 
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
-    states = ran.strategy._shards.collect()
+    states = ran.strategy._fit.shards.collect()
     return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}

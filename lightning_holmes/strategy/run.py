@@ -1,0 +1,222 @@
+"""Run: a fit or an evaluation on this rank, from Strategy.setup to teardown: its plan, its pipeline and its batches' steps.
+
+    run = Evaluation(trainer, context)           # every rank must make it; Fit (fit.py) where the module trains
+    output = run.evaluation_step("validation_step", batch, batch_idx)
+    context.undo.close()                         # the module is whole again, and what was changed as it was
+
+An ended run still tells its plan and its pipeline: the next run and a checkpoint that is saved later ask for them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_holmes import checkpoint
+from lightning_holmes.callbacks import ModuleStateSync
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.exchange import ParameterExchange
+from lightning_holmes.lightning_private import active_loop
+from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
+from lightning_holmes.pipeline.replay import replay
+from lightning_holmes.pipeline.request import StepRequest
+from lightning_holmes.pipeline.seeds import derive_seed
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.strategy import admission, agreement
+from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
+from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
+from lightning_holmes.strategy.compat.signals import BatchSignals
+from lightning_holmes.strategy.planning import RunContext, plan_run, show_plan, step_context
+
+_EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
+
+
+class Run:
+    """What a fit and an evaluation have in common. All ranks make one, and call its methods together.
+
+    Attributes:
+        planned: the plan as it was chosen, and what it was chosen from.
+        plan: the plan that is followed; a fit may change its schedule.
+        pipeline: this rank's part of the module.
+        base_seed: of all random numbers in steps; the same on all ranks.
+        is_open: it has begun, and not ended.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
+        self.trainer, self.job, self.options = trainer, context.job, context.options
+        self.module = trainer.lightning_module
+        self.exchange: ParameterExchange | None = None
+        self.is_open = False
+        self._context = context
+        self._signals: BatchSignals | None = None
+        self.base_seed = self._align_ranks()
+        groups, device = self.job.groups, self.job.connection.device
+        self.planned, structure = plan_run(trainer, context)
+        self.plan = self.planned.plan
+        self.pipeline = PipelineModule(
+            self.module, structure, self.plan.partition, self.plan.stages_of(groups.pipeline_rank), device
+        )
+        context.undo.callback(self._end)
+        overwritten = context.resumption.weights is not None
+        context.builder.fill(self.pipeline, rank=self.job.connection.rank, overwritten=overwritten)
+        context.resumption.put_weights(self.pipeline)
+        show_plan(self.plan, self.pipeline, self.job)
+        self.driver = StepDriver(
+            self.pipeline,
+            groups.p2p,
+            schedule=self.plan.schedule,
+            num_chunks=self.plan.num_chunks,
+            device=device,
+            broadcast_batch=self.options.broadcast_batch,
+            splitter=context.splitter,
+            tensor_p2p=groups.tensor_p2p,
+        )
+        self._state = ModuleState(self.pipeline, groups.p2p, device)
+
+    def _align_ranks(self) -> int:
+        """Refuse what cannot be run; the same module and random state on every rank, and the same seed, which is given."""
+        trainer, job, context = self.trainer, self.job, self._context
+        fitting, is_pipeline = trainer.state.fn == TrainerFn.FITTING, job.placement.pipeline_parallel_size > 1
+        admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
+        if fitting:
+            admission.check_run(self.module, trainer, is_pipeline=is_pipeline)
+        admission.check_tensor_parallel(self.module, trainer, self.options.plan_options.tensor_parallel_size)
+        context.builder.adopt(self.module)
+        agreement.compare_ranks(agreement.module_facts(self.module), job.connection.world_size)
+        strategy: Any = trainer.strategy
+        with context.builder.building():
+            strategy.model = strategy.precision_plugin.convert_module(strategy.model)
+            strategy.model_to_device()
+        seed: int = job.connection.broadcast(agreement.choose_seed())
+        saved = context.resumption.take_seed()
+        if fitting and saved is not None:  # dropout goes on as before the checkpoint
+            seed = saved
+        dtensor.check_axes([*self.module.named_parameters(), *self.module.named_buffers()], job.device_mesh)
+        agreement.broadcast_module(self.module, job.connection.world_size, job.groups, job.place_of_rank_0[:2])
+        agreement.share_random_state(job.groups)
+        return seed
+
+    def _begin(self) -> None:
+        """At the end of set-up: what keeps metrics, signals, the module's own state and random numbers alike."""
+        trainer, job, undo = self.trainer, self.job, self._context.undo
+        self._state_each_batch = admission.hooks_that_read_state(self.module, trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if job.connection.world_size > 1:
+            signals = BatchSignals(trainer, job.connection.watch, job.explaining, self.noting_wait)
+            self._signals = undo.enter_context(signals)
+            undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
+        monitor = self.options.make_monitor()
+        monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
+        monitors = [] if monitor is None or monitored else [monitor]
+        undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
+        agreement.share_random_state(job.groups)
+        self._state.watch()
+        self.is_open = True
+
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether a step of the user's runs at this moment on this rank."""
+        return self.is_open and self.driver.inside_step
+
+    @property
+    def ends_together(self) -> bool:
+        """A signal has ended the run on all ranks at the same place, and none has failed."""
+        return self.is_open and self._signals is not None and self._signals.ends_together
+
+    def noting_wait(self) -> AbstractContextManager[None]:
+        """Notes, where somebody measures, that this rank waits inside."""
+        return nullcontext()
+
+    def _end(self) -> None:
+        """Give every rank the whole trained module again, unless the run has failed."""
+        hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
+        self.pipeline.uninstall()
+        if self._context.builder.leave(self.pipeline):
+            pass  # larger than a process, perhaps: each keeps its part
+        elif not hurries and not self.job.connection.failed:
+            groups = self.job.groups
+            ranks = self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
+            owners = {stage: ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
+            checkpoint.fill_whole_module(self.pipeline, owners, groups.pipeline, self.job.connection.rank)
+        vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
+
+    # steps
+
+    def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
+        """Run a batch through the pipeline, forward only; its output on every rank."""
+        place = tuple(a for a in arguments if isinstance(a, int))
+        with self.job.explaining():
+            output = self.step(
+                step_name, batch, arguments, self.plan.eval_num_microbatches, (_EVALUATION[step_name], *place)
+            )
+            if self._ends_loader(step_name, arguments):
+                self.synchronise_module_state()
+            return output
+
+    def step(
+        self,
+        step_name: str,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        num_microbatches: int,
+        place: tuple[int, ...],
+        *,
+        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None,
+        observer: StepObserver = UNOBSERVED,
+    ) -> Any:
+        """Run a batch through the pipeline, and give its output.
+
+        Args:
+            place: of the batch among all, from which its random numbers come.
+            loss_scales: as in StepRequest; None: forward only.
+        """
+        request = StepRequest(
+            step_name=step_name,
+            batch=batch,
+            arguments=arguments,
+            num_microbatches=num_microbatches,
+            seed=derive_seed(self.base_seed, *place),
+            replica=self.job.groups.data_parallel_rank,
+            context=functools.partial(step_context, self.trainer, step_name),
+            loss_scales=loss_scales,
+            exchange=self.exchange,
+            observer=observer,
+        )
+        result = self.driver.run(request)
+        if step_name in self._state_each_batch:
+            self.synchronise_module_state()
+        if result.calls:
+            replay(self.module, result.calls, self.job.connection.device)
+        return result.output
+
+    def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether this is the last batch of an evaluation loader, after which Lightning computes metrics."""
+        if step_name == "predict_step":
+            return False
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        loop: Any = self.trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self.trainer)
+        if loop is None or loop.batch_progress.is_last_batch:
+            return True
+        index = arguments[1] if len(arguments) > 1 else 0
+        return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
+
+    def synchronise_module_state(self) -> None:
+        """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
+        with self.job.explaining():
+            self._state.synchronise()
+
+
+class Evaluation(Run):
+    """A run of validation, test or prediction."""
+
+    def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
+        super().__init__(trainer, context)
+        self.pipeline.install()
+        trainer.strategy.setup_precision_plugin()
+        self._begin()
