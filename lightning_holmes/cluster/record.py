@@ -127,6 +127,7 @@ Latency = Annotated[float, Field(ge=0), BeforeValidator(_parse_latency)]
 def record(cls: type[T]) -> type[T]:
     """Have pydantic check the values of a dataclass: ConfigurationError names the value, the field and the fix."""
 
+    @functools.wraps(cls.__init__)  # whoever asks for the signature gets the dataclass's
     def __init__(self: T, /, **values: Any) -> None:
         try:
             _adapter(cls).validator.validate_python(

@@ -195,7 +195,8 @@ class HFCausalLM(CausalLM):
                 labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
         return labels[:, 1:]
 
-    target_labels = shifted_labels
+    def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.shifted_labels(batch)
 
     def compute_logits(self, batch: dict[str, Tensor]) -> Tensor:
         logits_BSV: Tensor = self(**{name: value for name, value in batch.items() if name != "labels"})

@@ -1,11 +1,15 @@
 """Topology files: what is read, what is written, and what every mistake is told."""
 
+import copy
+import inspect
 import math
+import pickle
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
 
 from lightning_holmes.cluster import topology as topology_module
 from lightning_holmes.cluster.topology import Cluster, Host, Link, Nic, Topology
@@ -229,3 +233,16 @@ def test_topologies_made_in_python_are_checked_too() -> None:
         )
     with pytest.raises(HolmesError):
         Topology(clusters=())
+
+
+def test_what_a_topology_is_made_of_is_seen_from_outside() -> None:
+    """Configuration files of a trainer may have a topology written out, and processes are handed copies."""
+    topology = Topology.single_cluster(1, 2)
+    assert pickle.loads(pickle.dumps(topology)) == copy.deepcopy(topology) == topology
+    assert [*inspect.signature(Topology).parameters][:2] == ["clusters", "links"]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--topology", type=Topology)
+    nic = {"name": "eth0", "kind": "ethernet", "bandwidth_bytes_per_s": 1e6}
+    given = {"clusters": [{"name": "c", "hosts": [{"name": "h", "devices": 1, "nics": [nic]}]}]}
+    read = parser.instantiate(parser.parse_object({"topology": given})).topology
+    assert isinstance(read, Topology) and read.hosts[0].nics[0].bandwidth_bytes_per_s == 1e6
