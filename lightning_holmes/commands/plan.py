@@ -24,15 +24,15 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
-from lightning_holmes.plan.choice import Choice
-from lightning_holmes.plan.choose import Use, make_plan
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.pipeline_plan import PipelinePlan
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
+from lightning_holmes.plan.plan_making import Use, make_plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
@@ -433,7 +433,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
         num_layers=model.num_layers,
         batch_size=best.batch_samples // layout.data,
         transports=transports,
-        choice=Choice(
+        choice=PipelinePlan(
             partition=best.partition,
             schedule=best.run.schedule,
             num_chunks=best.run.num_chunks,

@@ -11,7 +11,7 @@ nothing: planner.py asks it about many layouts.
 Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus fixed seconds. Tensor
 parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
 backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
-divided evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters, with a
+sharded evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters, with a
 sharded optimizer). Bytes that processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as
 sent so by all replicas of a stage that lies in several; what else becomes of gradients is training.py's. Memory of a rank:
 parameters, gradients and optimizer states of its stages; held activations of the microbatches in flight (memory.py).
@@ -171,7 +171,7 @@ class CostModel:
         return place.forward / speed + place.fixed_forward_s, place.backward / speed + place.fixed_backward_s
 
     def balance(self, run: RunShape, *, limit_memory: bool = True) -> Balance:
-        """The problem of dealing the layers for this run."""
+        """The problem of assigning the layers for this run."""
         model = self.microbatch_model(run.microbatch_samples, run.recomputation)
         facts, ranks = self.facts(run.layout), run.layout.pipeline
         rows: dict[tuple[float, Channel, int], tuple[float, ...]] = {}

@@ -6,7 +6,7 @@ The table holds the makers' figures; a type that is not in it is given by hand:
     find_device_type("speed=100e12,memory=40e9")              # speed is what layers reach, efficiency 1
 
 peak_flops_per_s is the dense bf16 (fp16 on V100 and T4) matrix rate: without sparsity. efficiency is the share
-of it that a transformer's layers reach: fitted for the A100 (SXM) on published rows (published.py), assumed to be 0.5 for
+of it that a transformer's layers reach: fitted for the A100 (SXM) on published rows (docs/planning.md), assumed to be 0.5 for
 all others, of which there are none.
 """
 
@@ -20,7 +20,7 @@ from lightning_holmes.plan.layer_cost import check_number
 
 _GIB = 2.0**30
 _ASSUMED = 0.5
-_FITTED_A100 = 0.720  # of published.py's fit_efficiencies, which a test holds against it
+_FITTED_A100 = 0.720  # fitted on published rows, by tests/plan/published.py, and a test holds it against them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

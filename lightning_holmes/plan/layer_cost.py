@@ -45,7 +45,7 @@ class LayerCost:
     """What one layer (or what runs before or after the layers) costs for one microbatch.
 
     forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: those
-    of them that train (all, by default). activation_bytes: what crosses the cut after the layer, one way.
+    of them that train (all, by default). activation_bytes: what crosses a split point after the layer, one way.
     held_bytes: what is kept from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
     grow with the microbatch (launching kernels, Python), whatever the unit.
     """
@@ -94,7 +94,7 @@ class ModelCost:
     after: what runs after them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
     they are counted in each, and their gradients are summed between the first and the last stage.
     forbidden_cuts: layers after which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
-    activation_itemsize: bytes of a trained parameter's element, and of one of what crosses cuts; means, where types mix.
+    activation_itemsize: bytes of a trained parameter's element, and of one of what crosses split points; means, where types mix.
     layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
     """
 

@@ -7,7 +7,7 @@ is on pipeline rank s % pipeline_parallel_size, as its chunk s // pipeline_paral
     partition.layer_counts      # (2, 3, 3, 2)
     partition.layers_of(1)      # range(2, 5)
 
-Three rules deal the layers: "uniform" by count, "proportional" by the speeds of the stages (the rule of
+Three rules assign the layers: "uniform" by count, "proportional" by the speeds of the stages (the rule of
 Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adapting.py).
 """
 
@@ -109,11 +109,6 @@ def make_proportional_partition(num_layers: int, speeds: Sequence[float], *, alp
     return Partition(tuple(counts))
 
 
-def make_self_adapting_partition(balance: Balance) -> Partition:
-    """The partition with the fastest slowest rank (see self_adapting.py). Raises ConfigurationError if none fits."""
-    return Partition(solve(balance).layer_counts)
-
-
 def make_partition(
     spec: str | Sequence[int],
     num_layers: int,
@@ -138,7 +133,7 @@ def make_partition(
             return make_proportional_partition(num_layers, speeds)
         if spec == "self_adapting" and balance is not None:
             assert (balance.num_layers, balance.num_stages) == (num_layers, num_stages)
-            return make_self_adapting_partition(balance)
+            return Partition(solve(balance).layer_counts)
         if spec in PARTITION_NAMES and spec != "uniform":
             needed = "the speeds of the stages" if spec == "proportional" else "the costs of the layers"
             raise ConfigurationError(f'partition={spec!r} needs {needed}, which are not known here; write "uniform"')

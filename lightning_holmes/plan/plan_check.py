@@ -59,9 +59,9 @@ def check_plan(
         here = MadeFor(module=module, num_parameters=num_parameters, clusters=cluster_facts(topology))
         differences += plan.made_for.differences(here)
     if layers is not None and plan.layers != layers:
-        differences.append(f"it cuts the layer list {plan.layers!r}, this model's is {layers!r}")
+        differences.append(f"it splits the layer list {plan.layers!r}, this model's is {layers!r}")
     if num_layers is not None and plan.partition.num_layers != num_layers:
-        differences.append(f"it deals {plan.partition.num_layers} layers, this model has {num_layers}")
+        differences.append(f"it assigns {plan.partition.num_layers} layers, this model has {num_layers}")
     if differences:
         raise ConfigurationError(
             f"{source} is not for this run: {'; '.join(differences)}. Take the plan.yaml of a run like this one, have "

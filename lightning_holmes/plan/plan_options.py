@@ -38,7 +38,7 @@ class PlanOptions:
         return 2 if self.schedule == "auto" or spec_of(self.schedule).is_chunked else 1
 
     def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
-        """The chunks that a list of layer counts means; None where a rule deals the layers."""
+        """The chunks that a list of layer counts means; None where a rule assigns the layers."""
         if isinstance(self.partition, str) or self.num_chunks != "auto":
             return None
         return max(1, len(self.partition) // pipeline_parallel_size)

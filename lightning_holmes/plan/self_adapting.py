@@ -1,17 +1,17 @@
-"""Balance: dealing layers to stages so that the slowest rank is as fast as it can be.
+"""Balance: assigning layers to stages so that the slowest rank is as fast as it can be.
 
 The objective, precisely: rank r holds the stages r, r + P, r + 2P, ... (P ranks, num_chunks stages each), or with v_shaped
 the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of its stages, plus before_seconds on the
 rank of the first stage and after_seconds on that of the last.
 Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
 so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
-after_bytes, stay within its limit. No cut lies after a forbidden layer. Every stage has a layer.
+after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer.
 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
     solve(balance).layer_counts      # (6, 4)
 
-Alike layers are solved exactly by dealing layer by layer to the rank that is done first; one chunk a rank of unlike
-layers exactly by dynamic programming over cuts. Several chunks of unlike layers: a search over
+Alike layers are solved exactly by assigning layer by layer to the rank that is done first; one chunk a rank of unlike
+layers exactly by dynamic programming over split points. Several chunks of unlike layers: a search over
 the loads of all ranks, exact unless it meets more than _MAX_STATES states at one stage (the problem holds
 PARTITION); then the answer is the best found, and proven is False.
 """
@@ -91,7 +91,7 @@ class Balance:
 
     @property
     def num_layers(self) -> int:
-        """Layers to deal."""
+        """Layers to assign."""
         return len(self.seconds[0])
 
     @property
@@ -142,7 +142,7 @@ class Balanced:
 
 
 def solve(balance: Balance) -> Balanced:
-    """The best partition. Raises NothingFitsError where memory or forbidden cuts leave none."""
+    """The best partition. Raises NothingFitsError where memory or forbidden split points leave none."""
     if _all_alike(balance):
         counts, proven = _solve_alike(balance), True
     elif balance.num_chunks == 1:
@@ -314,7 +314,7 @@ def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
 
 
 def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Move one cut at a time as long as that helps: memory first, then the slowest rank, then evenness."""
+    """Move one split point at a time as long as that helps: memory first, then the slowest rank, then evenness."""
     if counts is None:
         return None
     forbidden = set(balance.forbidden_cuts)
@@ -341,9 +341,9 @@ def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...
 
 
 def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]:
-    """Stage by stage, every cut with every reachable set of rank loads: one that beats bound, or None.
+    """Stage by stage, every split point with every reachable set of rank loads: one that beats bound, or None.
 
-    Dropped are loads that cannot beat bound any more, and those that another state at the same cut is nowhere
+    Dropped are loads that cannot beat bound any more, and those that another state at the same split point is nowhere
     worse than. The second value is False if states had to be dropped without such a reason.
     """
     ranks, stages, size = balance.num_ranks, balance.num_stages, balance.num_layers
@@ -394,7 +394,7 @@ def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]
 
 
 def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
-    """Indices of the states that no other state at the same cut (ends is sorted) is nowhere worse than."""
+    """Indices of the states that no other state at the same split point (ends is sorted) is nowhere worse than."""
     if not len(ends):
         return np.zeros(0, dtype=int)
     kept: list[Array] = []
@@ -444,7 +444,7 @@ def _nothing_fits(balance: Balance) -> ConfigurationError:
         return _too_much(balance, *_missing_alike(balance))
     if balance.limits is None or _start(balance) is None:
         return ConfigurationError(
-            f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the cuts after the "
+            f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the split points after the "
             f"layers {list(balance.forbidden_cuts)}; use fewer stages"
         )
     counts = _start(balance)

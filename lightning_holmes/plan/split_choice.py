@@ -41,7 +41,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SplitChoice:
     """A schedule and why."""
 
     schedule: str
@@ -63,7 +63,9 @@ def slowest(replicas: Sequence[StageSeconds | None]) -> StageSeconds | None:
     )
 
 
-def choose_split(stages: Sequence[StageSeconds | None], *, num_microbatches: int, schedule: str = "1f1b") -> Choice:
+def choose_split(
+    stages: Sequence[StageSeconds | None], *, num_microbatches: int, schedule: str = "1f1b"
+) -> SplitChoice:
     """``schedule`` or the same with a split backward, whichever the simulator finds faster; transfers are the same in both
     and left out.
 
@@ -74,7 +76,7 @@ def choose_split(stages: Sequence[StageSeconds | None], *, num_microbatches: int
     known = [stage for stage in stages if stage is not None]
     if len(known) < len(stages):
         where = list(stages).index(None)
-        return Choice(
+        return SplitChoice(
             schedule=schedule,
             reason=f"{schedule}: the backward of stage {where} cannot be split; activation checkpointing, frozen before it, or "
             f"no backward was seen",
@@ -86,7 +88,7 @@ def choose_split(stages: Sequence[StageSeconds | None], *, num_microbatches: int
     for rank, (before, after) in enumerate(zip(max_in_flight(plain), max_in_flight(split), strict=True)):
         more = (after - before) * known[rank].held_bytes
         if more > known[rank].room_bytes:
-            return Choice(
+            return SplitChoice(
                 schedule=schedule,
                 reason=f"{schedule}: {other} would hold {after} microbatches on stage {rank} instead of {before}, "
                 f"{more / 2**30:.1f} GiB more than its device has left",
@@ -100,7 +102,7 @@ def choose_split(stages: Sequence[StageSeconds | None], *, num_microbatches: int
     plain_s, split_s = simulate(plain, costs).step_s, simulate(split, costs).step_s
     chosen = other if split_s < _WORTH_IT * plain_s else schedule
     ratios = ", ".join(f"{stage.ratio:.2f}" for stage in known[1:])
-    return Choice(
+    return SplitChoice(
         schedule=chosen,
         reason=(
             f"{chosen}: by the stages as measured a step takes {plain_s:.3g} s with {schedule} and {split_s:.3g} s "

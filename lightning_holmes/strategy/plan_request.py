@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.plan.choice import Choice
+from lightning_holmes.plan.pipeline_plan import PipelinePlan
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
@@ -24,7 +24,7 @@ class RuntimePlan:
     """The plan of a run, how it was chosen, and the prediction of a step, where costs are known."""
 
     plan: Plan
-    choice: Choice | None
+    choice: PipelinePlan | None
     num_layers: int
 
     @property

@@ -21,12 +21,12 @@ from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Host, Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.choice import Choice, choose_by_costs, choose_without_costs, repeat_choice
-from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.plan_making import make_plan
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -75,7 +75,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
     return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers)
 
 
-def _agree(request: PlanRequest, choose: Callable[[], Choice]) -> Choice:
+def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> PipelinePlan:
     """What rank 0 chooses, or why it cannot, on all ranks."""
     answer: list[Any] = [None]
     if request.rank == 0:
@@ -87,18 +87,18 @@ def _agree(request: PlanRequest, choose: Callable[[], Choice]) -> Choice:
         dist.broadcast_object_list(answer, 0)
     if isinstance(answer[0], HolmesError):
         raise answer[0]
-    choice: Choice = answer[0]
+    choice: PipelinePlan = answer[0]
     return choice
 
 
-def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str | None) -> Choice:
+def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str | None) -> PipelinePlan:
     options, size = request.options, request.layout.placement.pipeline_parallel_size
     kept = _kept(request, structure)
     if kept is not None:
-        return repeat_choice(options, kept, reason="as in the run before, so that every rank keeps its part")
+        return repeat_plan(options, kept, reason="as in the run before, so that every rank keeps its part")
     forbidden = [cut for cut in range(structure.num_layers - 1) if any(b.forbids(cut) for b in structure.bypasses)]
     without = functools.partial(
-        choose_without_costs,
+        plan_by_count,
         options,
         pipeline_parallel_size=size,
         num_layers=structure.num_layers,
@@ -110,7 +110,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
         return without(reason=costs)
     cost_model, layout, guessed = _cost_model(request, costs, forbidden)
     choose = functools.partial(
-        choose_by_costs,
+        plan_by_costs,
         options,
         not_interleaved=_not_interleaved(request, structure),
         # bears links that are slower than stated
@@ -147,7 +147,9 @@ def _with_pipeline(request: PlanRequest, length: int) -> PlanRequest:
 
 
 def _tell_others(
-    choice: Choice, choose: Callable[[CostModel, Layout], Choice], others: Mapping[int, tuple[CostModel, Layout]]
+    choice: PipelinePlan,
+    choose: Callable[[CostModel, Layout], PipelinePlan],
+    others: Mapping[int, tuple[CostModel, Layout]],
 ) -> list[str]:
     """What other lengths of the pipeline would give. They are not taken by themselves: other numbers of replicas go with
     them, each with a batch of its own, and what is learnt must not hang on a measurement."""
@@ -177,7 +179,7 @@ def _not_interleaved(request: PlanRequest, structure: ModuleStructure) -> str | 
     return None
 
 
-def _kept(request: PlanRequest, structure: ModuleStructure) -> Choice | None:
+def _kept(request: PlanRequest, structure: ModuleStructure) -> PipelinePlan | None:
     """The choice of the run before, if it was for this module and these ranks."""
     former = request.former
     if former is None or former.choice is None or not isinstance(request.options.partition, str):

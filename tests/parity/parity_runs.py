@@ -125,7 +125,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             bucket_bytes=layout.bucket_bytes,
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
             sharded_optimizer=layout.sharded_optimizer,
-            # the default avoids the cuts that are to be refused here
+            # the default avoids the split points that are to be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )
     trainer = Trainer(

@@ -47,7 +47,7 @@ def test_the_same_topology_and_model_pass() -> None:
         (topology(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here that is north"]),
         (topology(east=1, west=3), {}, ["pipeline rank 0 is on cluster east", "east+west"]),
         (topology(east=2, west=2), {"layers": "model.h"}, ["'layers'", "'model.h'"]),
-        (topology(east=3, west=2), {"num_layers": 12}, ["5 devices", "deals 9 layers", "has 12"]),
+        (topology(east=3, west=2), {"num_layers": 12}, ["5 devices", "assigns 9 layers", "has 12"]),
     ],
 )
 def test_differences_are_named(here: Topology, model: dict, words: list[str]) -> None:

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published, predict_row
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES
-from lightning_holmes.plan.published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, predict_published, predict_row
 
 FIT = fit_efficiencies()
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -64,3 +64,10 @@ def test_scores_in_memory_cost_the_most_where_the_model_is_narrow() -> None:
             fused = dataclasses.replace(row, scores_in_memory=False)
             lost[row.hidden] = 1 - predict_row(row, FIT).predicted_tflops / predict_row(fused, FIT).predicted_tflops
     assert list(lost.values()) == sorted(lost.values(), reverse=True) and min(lost.values()) > 0
+
+
+def test_the_documented_prediction_of_a_given_layout_runs() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    assert names["prediction"].step_s > 0  # type: ignore[attr-defined]

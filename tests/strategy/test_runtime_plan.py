@@ -94,7 +94,7 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
     payload = {"folder": str(tmp_path), "plans": [str(path) for path in paths]}
     for messages in launch(2, "runtime_plan_cases:refused", payload, timeout_s=120):
         assert messages[0] == ""
-        assert "ConfigurationError" in messages[1] and "deals 7 layers, this model has 4" in messages[1]
+        assert "ConfigurationError" in messages[1] and "assigns 7 layers, this model has 4" in messages[1]
         assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
         for message, (_, _, words) in zip(messages[3:], others.values(), strict=True):
             assert words in message, message

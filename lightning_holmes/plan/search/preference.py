@@ -52,7 +52,7 @@ class Preference:
         fastest = min(p.step_s for p in kept)
 
         def rank(entry: Prediction) -> tuple[int, int, bool]:
-            behind = math.floor((entry.step_s / fastest - 1) / self.nearly)
-            return behind, entry.run.num_chunks, spec_of(entry.run.schedule).is_eager != prefers_eager
+            slower = math.floor((entry.step_s / fastest - 1) / self.nearly)
+            return slower, entry.run.num_chunks, spec_of(entry.run.schedule).is_eager != prefers_eager
 
         return min(kept, key=rank)

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from test_choice import costs
+from test_pipeline_plan import costs
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.commands.plan import PlanRequest, _space
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choice import choose_by_costs
 from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.pipeline_plan import plan_by_costs
 from lightning_holmes.plan.plan_options import LEFT_OPEN
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
@@ -30,7 +30,7 @@ SPEEDS = ((1.0, 1.0), (2.0, 1.0), (1.0, 1.7))
 
 def by_run(costs: CostModel, asked: dict[str, Any]) -> Any:
     options = dataclasses.replace(LEFT_OPEN, **asked)
-    found = choose_by_costs(options, costs, Layout(pipeline=2, grid=((0,), (1,)))).prediction
+    found = plan_by_costs(options, costs, Layout(pipeline=2, grid=((0,), (1,)))).prediction
     assert found is not None
     return found
 
@@ -85,5 +85,5 @@ def test_the_layout_that_the_command_takes_is_used_as_a_run_would() -> None:
         training=dataclasses.replace(one.training, batch_samples=64),
     )
     best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, num_layers=12)).best
-    run = choose_by_costs(LEFT_OPEN, model, best.run.layout).prediction
+    run = plan_by_costs(LEFT_OPEN, model, best.run.layout).prediction
     assert run is not None and (run.run, run.partition, run.step_s) == (best.run, best.partition, best.step_s)

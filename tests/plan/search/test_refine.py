@@ -1,7 +1,7 @@
 """Moves of layers by simulation: to the best of all partitions, within the cuts and the memory that there are."""
 
 import pytest
-from test_choice import LAYOUT, costs
+from test_pipeline_plan import LAYOUT, costs
 
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition

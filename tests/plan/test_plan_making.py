@@ -7,9 +7,9 @@ import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choose import make_plan
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.plan_making import make_plan
 from lightning_holmes.plan.plan_options import PlanOptions
 
 AUTO = PlanOptions(

@@ -1,4 +1,4 @@
-"""Making the plan of a run from what was asked for, what exists, and what was chosen (choice.py). Pure: data in, data out.
+"""Making the plan of a run from what was asked for, what exists, and what was chosen (pipeline_plan.py). Pure: data in, data out.
 
 make_plan(options, topology=..., placement=..., num_layers=12, ...)
 """
@@ -8,9 +8,9 @@ from typing import Literal
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choice import Choice, choose_without_costs
 from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_count
 from lightning_holmes.plan.placement import Placement, cluster_levels, clusters_of
 from lightning_holmes.plan.plan import WHOLE_MODULE, Axis, GroupPlan, Plan
 from lightning_holmes.plan.plan_options import PlanOptions
@@ -31,7 +31,7 @@ def make_plan(
     batch_size: int | None,
     transports: Transports,
     notes: Sequence[str] = (),
-    choice: Choice | None = None,
+    choice: PipelinePlan | None = None,
     made_for: MadeFor | None = None,
 ) -> Plan:
     """The plan of a run, with a note for each automatic choice.
@@ -58,11 +58,11 @@ def make_plan(
             )
         whole = 1 if options.num_microbatches == "auto" else options.num_microbatches
         schedule = "1f1b" if options.schedule == "auto" else options.schedule
-        choice = Choice(partition=Partition((1,)), schedule=schedule, num_chunks=1, num_microbatches=whole)
+        choice = PipelinePlan(partition=Partition((1,)), schedule=schedule, num_chunks=1, num_microbatches=whole)
     elif options.layers == "auto" and size > 1:
         notes.append(f"layers: {layers}, the largest list that every step calls in order")
     clusters = tuple("+".join(clusters_of(placement, topology, rank)) for rank in range(size))
-    choice = choice or choose_without_costs(
+    choice = choice or plan_by_count(
         options,
         pipeline_parallel_size=size,
         num_layers=num_layers,

@@ -9,11 +9,11 @@ import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.choice import choose_by_costs, choose_without_costs, repeat_choice
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
+from lightning_holmes.plan.pipeline_plan import plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
@@ -57,13 +57,13 @@ def costs(
 
 def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = choose_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, described="by hand")
+    choice = plan_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, described="by hand")
     assert choice.partition.layer_counts == (8, 4)
     note = next(note for note in choice.notes if note.startswith("partition"))
     assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
     assert any("by hand" in note for note in choice.notes)
     proportional = dataclasses.replace(options, partition="proportional")
-    assert choose_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (
+    assert plan_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (
         8,
         4,
     )
@@ -74,7 +74,7 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
 def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], head: float) -> None:
     model = costs(speeds=speeds, head=head, bandwidth=1e6)
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = choose_by_costs(options, model, LAYOUT)
+    choice = plan_by_costs(options, model, LAYOUT)
     assert choice.prediction is not None
     every = [predict(model, choice.prediction.run, Partition((first, 12 - first))).step_s for first in range(1, 12)]
     assert choice.prediction.step_s <= min(every) / 0.99
@@ -82,17 +82,17 @@ def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], hea
 
 def test_the_fastest_candidate_of_all_is_taken() -> None:
     model = costs(speeds=(1.0, 1.0), bandwidth=2e6)
-    choice = choose_by_costs(LEFT_OPEN, model, LAYOUT)
+    choice = plan_by_costs(LEFT_OPEN, model, LAYOUT)
     assert choice.prediction is not None
     best = min(
-        choose_by_costs(
+        plan_by_costs(
             dataclasses.replace(LEFT_OPEN, num_microbatches=count, num_chunks=chunks), model, LAYOUT
         ).prediction.step_s  # type: ignore[union-attr]
         for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
     )
     assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.01, "interleaving must save 5 %, more microbatches 8 %"
     one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
-    chosen = choose_by_costs(one_chunk, costs(), LAYOUT)
+    chosen = plan_by_costs(one_chunk, costs(), LAYOUT)
     assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
     assert any(note.startswith("num_microbatches: ") for note in choice.notes)
     assert any(note.startswith("schedule: ") for note in choice.notes)
@@ -100,17 +100,17 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
 
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
-    fast = choose_by_costs(options, costs(), LAYOUT)
+    fast = plan_by_costs(options, costs(), LAYOUT)
     assert fast.schedule == "interleaved_1f1b" and fast.num_chunks > 1
     assert fast.partition.num_stages == 2 * fast.num_chunks
-    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT)
+    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.num_chunks == 1
     more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)
-    hidden = choose_by_costs(more, costs(bandwidth=6e5), LAYOUT)
+    hidden = plan_by_costs(more, costs(bandwidth=6e5), LAYOUT)
     assert hidden.schedule == "eager_interleaved_1f1b", hidden.notes
-    refused = choose_by_costs(options, costs(), LAYOUT, not_interleaved="it does not allow them")
+    refused = plan_by_costs(options, costs(), LAYOUT, not_interleaved="it does not allow them")
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
-    few = choose_by_costs(options, costs(layers=3), LAYOUT)
+    few = plan_by_costs(options, costs(layers=3), LAYOUT)
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
 
 
@@ -119,7 +119,7 @@ def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
     factors = (1.02, 0.97, 1.0, 1.03, 0.99, 1.01, 0.98, 1.0, 1.03, 0.97, 1.02, 0.98)
     layers = tuple(dataclasses.replace(LAYER, forward=factor, backward=2 * factor) for factor in factors)
     model.model = dataclasses.replace(model.model, layers=layers)
-    choice = choose_by_costs(
+    choice = plan_by_costs(
         dataclasses.replace(LEFT_OPEN, schedule="interleaved_1f1b", num_chunks=3, num_microbatches=4),
         model,
         LAYOUT,
@@ -131,21 +131,21 @@ def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
 
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    slow = choose_by_costs(options, costs(bandwidth=2e5), LAYOUT)
+    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
-    fast = choose_by_costs(options, costs(), LAYOUT)
+    fast = plan_by_costs(options, costs(), LAYOUT)
     assert fast.schedule == "1f1b", "as fast, and holds less"
-    wary = choose_by_costs(options, costs(), LAYOUT, prefers_eager=True)
+    wary = plan_by_costs(options, costs(), LAYOUT, prefers_eager=True)
     assert wary.schedule == "eager_1f1b"
-    blind = choose_without_costs(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
+    blind = plan_by_count(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
 
 
 def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
     """Two alike stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    measured = choose_by_costs(options, costs(unit="seconds"), LAYOUT)
-    counted = choose_by_costs(options, costs(), LAYOUT)
+    measured = plan_by_costs(options, costs(unit="seconds"), LAYOUT)
+    counted = plan_by_costs(options, costs(), LAYOUT)
     assert (measured.num_microbatches, counted.num_microbatches) == (16, 8)
     (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
     assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
@@ -154,7 +154,7 @@ def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
 def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
     """Two alike stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of what 16 take, and 16 save 6 % of 8."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    choice = choose_by_costs(options, costs(unit="seconds", batch=48), LAYOUT)
+    choice = plan_by_costs(options, costs(unit="seconds", batch=48), LAYOUT)
     assert choice.num_microbatches == 16
     (reason,) = (note for note in choice.notes if note.startswith("num_microbatches"))
     assert reason.startswith(
@@ -164,21 +164,21 @@ def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
 
 def test_what_is_said_stays() -> None:
     options = dataclasses.replace(LEFT_OPEN, schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
-    choice = choose_by_costs(options, costs(), LAYOUT)
+    choice = plan_by_costs(options, costs(), LAYOUT)
     assert (choice.schedule, choice.num_microbatches, choice.partition.layer_counts) == ("gpipe", 4, (9, 3))
     assert [note.split(":")[0] for note in choice.notes] == ["prediction"]
     listed = dataclasses.replace(LEFT_OPEN, partition=[3, 3, 3, 3])
-    choice = choose_by_costs(listed, costs(), LAYOUT)
+    choice = plan_by_costs(listed, costs(), LAYOUT)
     assert (choice.schedule, choice.num_chunks) == ("interleaved_1f1b", 2)
 
 
 def test_cuts_that_lose_a_value_are_avoided() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     forbidden = (4, 5, 6)
-    choice = choose_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT)
+    choice = plan_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT)
     assert choice.partition.layer_counts in ((4, 8), (8, 4))
-    with pytest.raises(ConfigurationError, match="avoids the cuts"):
-        choose_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT)
+    with pytest.raises(ConfigurationError, match="avoids the split points"):
+        plan_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT)
 
 
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
@@ -187,7 +187,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     for rule in ("self_adapting", "proportional", "uniform"):
         options = dataclasses.replace(LEFT_OPEN, partition=rule)
         with pytest.raises(NothingFitsError) as caught:
-            choose_by_costs(options, costs(memory=small), LAYOUT)
+            plan_by_costs(options, costs(memory=small), LAYOUT)
         for words in (
             "GiB a device are missing at the least",
             "What would make it fit: ",
@@ -198,14 +198,12 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
         sent = pickle.loads(pickle.dumps(caught.value))  # to the other ranks
         assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
         assert caught.value.excess_bytes > 0
-    by_hand = choose_by_costs(
-        dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT
-    )
+    by_hand = plan_by_costs(dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT)
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
     settled = dataclasses.replace(
         LEFT_OPEN, partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4
     )
-    taken = choose_by_costs(settled, costs(memory=small), LAYOUT)  # as it is where nothing is predicted
+    taken = plan_by_costs(settled, costs(memory=small), LAYOUT)  # as it is where nothing is predicted
     assert any(note.startswith("memory: by its estimate ") for note in taken.notes)
 
 
@@ -214,10 +212,10 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
     options = dataclasses.replace(
         LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional"
     )
-    roomy = choose_by_costs(options, costs(), LAYOUT).prediction
+    roomy = plan_by_costs(options, costs(), LAYOUT).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
-    choice = choose_by_costs(options, costs(memory=memory), LAYOUT)
+    choice = plan_by_costs(options, costs(memory=memory), LAYOUT)
     assert choice.prediction is not None and fits(choice.prediction)
     (note,) = (note for note in choice.notes if note.startswith("memory: "))
     assert "as AdamW does" in note and "GiB a device are missing at the least" in note
@@ -226,31 +224,27 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
 def test_of_candidates_those_that_fit_are_taken() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, partition="uniform")
     # gpipe holds all microbatches, 1f1b two of them
-    wide = choose_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT)
+    wide = plan_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT)
     assert wide.prediction is not None
     limit = max(wide.prediction.memory_bytes) / 0.92
     fits_only_1f1b = costs(memory=limit * 0.9)
     with pytest.raises(NothingFitsError):
-        choose_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT)
-    chosen = choose_by_costs(options, fits_only_1f1b, LAYOUT)
+        plan_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT)
+    chosen = plan_by_costs(options, fits_only_1f1b, LAYOUT)
     assert chosen.prediction is not None and max(chosen.prediction.memory_bytes) <= limit * 0.9 * 0.92
     assert not any(note.startswith("memory: ") for note in chosen.notes)
 
 
 def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
-    plain = choose_without_costs(
-        LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, reason="nothing is trained"
-    )
+    plain = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, reason="nothing is trained")
     assert plain.partition.layer_counts == (6, 6) and plain.num_microbatches == 6
     assert plain.notes[0] == "partition: 6, 6 layers, by count, since nothing is trained"
-    around = choose_without_costs(
-        LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[4, 5, 6]
-    )
+    around = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[4, 5, 6])
     assert around.partition.layer_counts in ((4, 8), (8, 4))
-    none = choose_without_costs(LEFT_OPEN, pipeline_parallel_size=2, num_layers=3, batch_size=6, forbidden_cuts=[0, 1])
+    none = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=3, batch_size=6, forbidden_cuts=[0, 1])
     assert none.partition == make_uniform_partition(3, 2), "the check of the partition names the value"
     uniform = dataclasses.replace(LEFT_OPEN, partition="uniform")
-    kept = choose_without_costs(uniform, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[5])
+    kept = plan_by_count(uniform, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[5])
     assert kept.partition.layer_counts == (6, 6)
 
 
@@ -265,8 +259,8 @@ def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tup
 
 
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
-    former = choose_by_costs(LEFT_OPEN, costs(), LAYOUT)
-    again = repeat_choice(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
+    former = plan_by_costs(LEFT_OPEN, costs(), LAYOUT)
+    again = repeat_plan(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
     assert again.partition == former.partition and again.num_microbatches == 3
     assert again.notes == ("partition, schedule and microbatches: because",)
 

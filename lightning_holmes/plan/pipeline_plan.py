@@ -1,6 +1,6 @@
-"""Choice: what "auto" and the rules of partition come to in a run, with a reason for each, from costs where they are known.
+"""PipelinePlan: what "auto" and the rules of partition come to in a run, with a reason for each, from costs where they are known.
 
-    choice = choose_by_costs(options, cost_model, layout)
+    choice = plan_by_costs(options, cost_model, layout)
     choice.partition, choice.schedule, choice.num_microbatches, choice.prediction.step_s
 
 With costs, the search (plan/search/) decides within the run's layout, which is settled. Without, layers are assigned
@@ -27,7 +27,7 @@ _MICROBATCHES_PER_RANK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PipelinePlan:
     """prediction: of a step, where costs are known. notes: a line for everything that was chosen."""
 
     partition: Partition
@@ -38,7 +38,7 @@ class Choice:
     prediction: Prediction | None = None
 
 
-def choose_without_costs(
+def plan_by_count(
     options: PlanOptions,
     *,
     pipeline_parallel_size: int,
@@ -47,7 +47,7 @@ def choose_without_costs(
     forbidden_cuts: Sequence[int] = (),
     across_clusters: bool = False,
     reason: str | None = None,
-) -> Choice:
+) -> PipelinePlan:
     """Layers by count, four microbatches a pipeline rank as far as the batch reaches.
 
     Args:
@@ -72,10 +72,10 @@ def choose_without_costs(
     schedule = options.schedule if options.schedule != "auto" else schedule
     if options.schedule == "auto" and schedule == "eager_1f1b":
         notes.append(
-            "schedule: eager_1f1b, which hides transfers between clusters behind computation and holds the activations "
+            "schedule: eager_1f1b, which runs transfers between clusters beside computation and holds the activations "
             f"of up to {2 * size - 1} microbatches where 1f1b holds {size}"
         )
-    return Choice(
+    return PipelinePlan(
         partition=partition,
         schedule=schedule,
         num_chunks=chunks,
@@ -84,7 +84,7 @@ def choose_without_costs(
     )
 
 
-def choose_by_costs(
+def plan_by_costs(
     options: PlanOptions,
     cost_model: CostModel,
     layout: Layout,
@@ -92,7 +92,7 @@ def choose_by_costs(
     not_interleaved: str | None = None,
     prefers_eager: bool = False,
     described: str = "",
-) -> Choice:
+) -> PipelinePlan:
     """The fastest schedule, number of microbatches and partition by simulation.
 
     Args:
@@ -112,7 +112,7 @@ def choose_by_costs(
     )
     result = search(cost_model, space)
     best = result.best
-    return Choice(
+    return PipelinePlan(
         partition=best.partition,
         schedule=best.run.schedule,
         num_chunks=best.run.num_chunks,
@@ -123,7 +123,7 @@ def choose_by_costs(
 
 
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:
-    """By count, but for cuts that lose a value; where all do, the check of the partition says which value."""
+    """By count, but for split points that lose a value; where all do, the check of the partition says which value."""
     uniform = make_uniform_partition(num_layers, size * chunks)
     if not uniform.cuts & set(forbidden_cuts):
         return uniform
@@ -136,7 +136,7 @@ def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]
         return uniform
 
 
-def repeat_choice(options: PlanOptions, former: Choice, *, reason: str) -> Choice:
+def repeat_plan(options: PlanOptions, former: PipelinePlan, *, reason: str) -> PipelinePlan:
     """The former choice again, where the options leave it open: parameters stay where they are."""
     return replace(
         former,

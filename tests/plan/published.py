@@ -28,10 +28,10 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.partition import make_self_adapting_partition
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.search.balance import assign_layers
 from lightning_holmes.plan.training import Training
 
 _GBIT = 1e9 / 8
@@ -193,7 +193,7 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         microbatch_samples=row.microbatch,
         recomputation=True,
     )
-    partition = make_self_adapting_partition(costs.balance(run, limit_memory=False))
+    partition = assign_layers(costs, run, "self_adapting", limit_memory=False)
     step_s = predict(costs, run, partition).step_s
     recomputed = plain.with_recomputation()
     flops = (recomputed.forward + recomputed.backward) * row.batch  # what the tables count, and no more
