@@ -1,6 +1,7 @@
 """The arrows of the package, read from its imports: one way only, no circles, no torch where plans are made.
 
 cluster <- plan <- comm <- {pipeline, optim} <- checkpoint <- strategy <- cli
+and inside strategy: {compat, checks} <- options <- job <- planning <- run <- checkpointing <- strategy
 
 All imports count, those inside functions and under TYPE_CHECKING too.
 """
@@ -40,6 +41,17 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BELOW_STRATEGY | BESIDE_STRATEGY | LEAVES | {"", "commands"},
     "__main__": {"cli"},
 }
+# Inside strategy/: each row may import from itself and from those before it.
+STRATEGY: tuple[set[str], ...] = (
+    {"admission", "agreement", "building", "collectives", "compat", "gradients", "resuming", "sharding"}
+    | {"split_trial", "tracing"},
+    {"options", "launcher"},
+    {"connection", "job_layout", "job"},
+    {"plan_request", "profiling", "runtime_plan", "planning"},
+    {"run", "fit"},
+    {"checkpointing"},
+    {"strategy", ""},
+)
 # Lightning and torchmetrics import torch themselves.
 TORCH = {"torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "transformers"}
 
@@ -70,6 +82,12 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def row_of(module: str) -> int | None:
+    """The row of a module of strategy/; None where it has no place, or is no such module."""
+    names = [*module.split("."), ""]
+    return next((row for row, members in enumerate(STRATEGY) if names[1] == "strategy" and names[2] in members), None)
+
+
 def problems(root: Path) -> list[str]:
     """Every import against the arrows, every circle, and every torch in cluster/ or plan/."""
     paths = {module_name(path, root): path for path in sorted(root.rglob("*.py"))}
@@ -81,6 +99,9 @@ def problems(root: Path) -> list[str]:
         if part not in ALLOWED:
             found.append(f"{path.name}: {part!r} has no place among the arrows yet; give it one in ALLOWED")
             continue
+        row = row_of(module)
+        if part == "strategy" and row is None:
+            found.append(f"{path.name}: has no place inside strategy/ yet; give it one in STRATEGY")
         graph[module] = set()
         for line, target in imports_of(path, root, modules):
             where = f"{path.relative_to(root.parent)}:{line}"
@@ -90,6 +111,8 @@ def problems(root: Path) -> list[str]:
                 continue
             if part_of(target) != part and part_of(target) not in ALLOWED[part]:
                 found.append(f"{where}: {part or root.name} may not import {target}")
+            if row is not None and (row_of(target) or 0) > row:
+                found.append(f"{where}: {module.split('.', 1)[1]} may not import {target}")
             if target != module:
                 graph[module].add(target)
     circle = find_circle(graph)
@@ -152,9 +175,16 @@ def test_the_table_itself_has_one_direction() -> None:
             "models may not import lightning_holmes.strategy",
         ),
         ("comm/a.py", "import lightning_holmes", "comm may not import lightning_holmes"),
-        ("strategy.py", "from lightning_holmes import cli", "strategy may not import lightning_holmes.cli"),
+        ("strategy/run.py", "from lightning_holmes import cli", "strategy may not import lightning_holmes.cli"),
         ("plan/b.py", "from .c import x", "circle: lightning_holmes.plan.c -> lightning_holmes.plan.b"),
         ("gadgets.py", "", "'gadgets' has no place"),
+        ("strategy/gadgets.py", "", "gadgets.py: has no place inside strategy/"),
+        ("strategy/run.py", "from . import strategy", "strategy.run may not import lightning_holmes.strategy.strategy"),
+        (
+            "strategy/compat/a.py",
+            "from lightning_holmes.strategy.job import Job",
+            "strategy.compat.a may not import lightning_holmes.strategy.job",
+        ),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, path: str, text: str, problem: str) -> None:
@@ -162,7 +192,11 @@ def test_a_wrong_import_is_found(tmp_path: Path, path: str, text: str, problem: 
     files = {
         "__init__.py": "from lightning_holmes.strategy import S",
         "cli.py": "import lightning_holmes",
-        "strategy.py": "from lightning_holmes.plan.c import x",
+        "strategy/__init__.py": "from lightning_holmes.plan.c import x",
+        "strategy/strategy.py": "from lightning_holmes.strategy.run import Run",
+        "strategy/job.py": "from lightning_holmes.strategy.compat.b import x",
+        "strategy/run.py": "from lightning_holmes.strategy.job import Job",
+        "strategy/compat/b.py": "",
         "plan/c.py": "from lightning_holmes.plan import b",
         **{f"{part}/__init__.py": "" for part in ("cluster", "plan", "comm", "pipeline", "optim", "models")},
         **{f"{part}/b.py": "" for part in ("plan", "optim")},
