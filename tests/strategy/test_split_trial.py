@@ -14,7 +14,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_holmes import HolmesStrategy
-    from lightning_holmes.plan.split_choice import Choice, choose_split
+    from lightning_holmes.plan.split_choice import SplitChoice, choose_split
     from lightning_holmes.strategy import split_trial
 
     class Stack(pl.LightningModule):
@@ -33,11 +33,11 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
 
     measured: list[Any] = []
 
-    def choose(stages: Any, **sizes: Any) -> Choice:
+    def choose(stages: Any, **sizes: Any) -> SplitChoice:
         measured.extend(stages)
         choice = choose_split(stages, **sizes)
         forced = options["forced"]
-        return choice if forced is None else Choice(schedule=forced, reason=f"{forced}: forced; {choice.reason}")
+        return choice if forced is None else SplitChoice(schedule=forced, reason=f"{forced}: forced; {choice.reason}")
 
     split_trial.choose_split = choose  # type: ignore[attr-defined]
     pl.seed_everything(1, verbose=False)
