@@ -37,6 +37,11 @@ class PlanOptions:
             return self.num_chunks
         return 2 if self.schedule == "auto" or spec_of(self.schedule).is_chunked else 1
 
+    @property
+    def placing_schedule(self) -> str:
+        """A schedule that places stages as the run's will: those that are chosen by themselves go round and round."""
+        return "interleaved_1f1b" if self.schedule == "auto" else self.schedule
+
     def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
         """The chunks that a list of layer counts means; None where a rule assigns the layers."""
         if isinstance(self.partition, str) or self.num_chunks != "auto":

@@ -129,7 +129,7 @@ def lay_out_job(
         for stage in range(size)
         for replica in range(placement.data_parallel_size)
     ]
-    pairs = p2p_pairs(size, asked.largest_num_chunks if size > 1 else 1, asked.schedule)
+    pairs = p2p_pairs(size, asked.largest_num_chunks if size > 1 else 1, asked.placing_schedule)
     p2p = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     clusters = [cluster.name for cluster, _ in topology.places()]
     if sent_dtype is not None and all(clusters[a] == clusters[b] for a, b in p2p):
