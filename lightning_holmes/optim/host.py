@@ -151,21 +151,13 @@ class ShardedHost(LocalHost):
     shards: ShardedOptimizer
 
     def __init__(
-        self,
-        shards: ShardedOptimizer,
-        buffer: GradBuffer,
-        groups: ProcessGroups,
-        device: torch.device,
-        *,
-        is_owner: Callable[[str], bool],
-        scaler: Any,
-        place: str,
+        self, shards: ShardedOptimizer, buffer: GradBuffer, groups: ProcessGroups, device: torch.device, **about: Any
     ) -> None:
-        super().__init__(buffer, groups, device, is_owner=is_owner, scaler=scaler, place=place)
+        super().__init__(buffer, groups, device, **about)
         self.shards = shards
-        if scaler is not None:
+        if self._scaler is not None:
             shards.fill(device)
-            self._scale = LossScale(scaler, groups.pipeline, device, shares_group=groups.data_parallel)
+            self._scale = LossScale(self._scaler, groups.pipeline, device, shares_group=groups.data_parallel)
 
     def _assign(self, *, last: bool) -> None:
         self._buffer.assign_grads(last=last, shown=not last or self.shards.whole_gradients)

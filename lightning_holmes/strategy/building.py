@@ -32,11 +32,6 @@ class ModuleBuilder:
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether the module was built without memory."""
-        return self._deferred is not None
-
     @contextmanager
     def configuring(
         self, module: "pl.LightningModule", initialising: Callable[[], AbstractContextManager[None]]
