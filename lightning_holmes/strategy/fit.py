@@ -62,7 +62,7 @@ class Fit(Run):
 
     def _make_optimizers(self) -> None:
         """The user's optimizers over what this rank holds, and the gradients that they are given."""
-        job, trainer, options, undo = self.job, self.trainer, self.options, self._context.undo
+        job, trainer, options, undo = self.job, self.trainer, self.options, self.context.undo
         connection, strategy = job.connection, trainer.strategy
         strategy.setup_optimizers(trainer)
         optimizers = strategy.optimizers
@@ -141,11 +141,11 @@ class Fit(Run):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary) and prints_summary(callback):
                 summary = getattr(callback, SUMMARY)(self.trainer, self.module)
-                self._context.undo.replace(callback, **{SUMMARY: lambda *_, made=summary: made})
+                self.context.undo.replace(callback, **{SUMMARY: lambda *_, made=summary: made})
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup) -> None:
         """Let averages of weights and norms of gradients cover all stages."""
-        undo = self._context.undo
+        undo = self.context.undo
         undo.enter_context(WeightAverages(self.trainer, self.pipeline, self.job.groups.p2p))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         undo.enter_context(GradNormExchange([self.module, *callbacks], self.pipeline, stages))

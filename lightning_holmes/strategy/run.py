@@ -53,7 +53,7 @@ class Run:
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
         self.is_open = False
-        self._context = context
+        self.context = context
         self._signals: BatchSignals | None = None
         self.base_seed = self._align_ranks()
         groups, device = self.job.groups, self.job.connection.device
@@ -81,7 +81,7 @@ class Run:
 
     def _align_ranks(self) -> int:
         """Refuse what cannot be run; the same module and random state on every rank, and the same seed, which is given."""
-        trainer, job, context = self.trainer, self.job, self._context
+        trainer, job, context = self.trainer, self.job, self.context
         fitting, is_pipeline = trainer.state.fn == TrainerFn.FITTING, job.placement.pipeline_parallel_size > 1
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
@@ -104,7 +104,7 @@ class Run:
 
     def _begin(self) -> None:
         """At the end of set-up: what keeps metrics, signals, the module's own state and random numbers alike."""
-        trainer, job, undo = self.trainer, self.job, self._context.undo
+        trainer, job, undo = self.trainer, self.job, self.context.undo
         self._state_each_batch = admission.hooks_that_read_state(self.module, trainer)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if job.connection.world_size > 1:
@@ -137,7 +137,7 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
         self.pipeline.uninstall()
-        if self._context.builder.leave(self.pipeline):
+        if self.context.builder.leave(self.pipeline):
             pass  # larger than a process, perhaps: each keeps its part
         elif not hurries and not self.job.connection.failed:
             groups = self.job.groups

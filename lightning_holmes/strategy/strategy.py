@@ -8,10 +8,7 @@ It holds, and nobody else does: the Options; the Job and its Connection, from th
 Fit, which tell their plan and their optimizer's names and shards also after they have ended.
 """
 
-import functools
 import gc
-import os
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
@@ -20,7 +17,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
@@ -50,6 +46,7 @@ from lightning_holmes.strategy import agreement, collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints
 from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.compat.workers import seeded_workers
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
@@ -150,7 +147,8 @@ class HolmesStrategy(ParallelStrategy):
         given = dict(locals())
         super().__init__()
         self._options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Hosts of the job, as given to the Trainer, which sets it."""
         self._connection: Connection | None = None
         self._job: Job | None = None
         self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
@@ -177,15 +175,6 @@ class HolmesStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Hosts of the job, as given to the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -218,9 +207,10 @@ class HolmesStrategy(ParallelStrategy):
 
         Known from ``configure_model`` on, where there is more than one process.
         """
-        if self._job is None or self._job.device_mesh is None:
-            raise HolmesError("the device mesh is made when the trainer sets up several processes; ask for it later")
-        return self._job.device_mesh
+        mesh = self._joined.device_mesh
+        if mesh is None:
+            raise HolmesError("the device mesh is made when the trainer sets up several processes, and this is one")
+        return mesh
 
     @property
     def plan_options(self) -> PlanOptions:
@@ -231,6 +221,14 @@ class HolmesStrategy(ParallelStrategy):
     def training_options(self) -> TrainingOptions:
         """The arguments that decide what a step sends and holds, as predictions take them."""
         return self._options.training_options
+
+    @property
+    def _joined(self) -> Job:
+        if self._job is None:
+            raise HolmesError(
+                "a process joins its job when the trainer sets the strategy's environment up; ask for it later"
+            )
+        return self._job
 
     @property
     def _latest_run(self) -> Run:
@@ -295,9 +293,9 @@ class HolmesStrategy(ParallelStrategy):
 
     def _agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
         self.setup_environment()
-        assert self._connection is not None
-        with self._explaining():
-            return self._connection.ask_rank_0(find)
+        job = self._joined
+        with job.explaining():
+            return job.connection.ask_rank_0(find)
 
     def _explaining(self) -> AbstractContextManager[None]:
         if self._job is not None:
@@ -323,11 +321,11 @@ class HolmesStrategy(ParallelStrategy):
         return ModuleBuilder(lambda: self.broadcast(agreement.choose_seed()), self.root_device)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None and self._job is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._builder = self._builder or self._make_builder()
         context = RunContext(
-            job=self._job,
+            job=self._joined,
             options=self._options,
             builder=self._builder,
             resumption=self._resumption,
@@ -360,10 +358,8 @@ class HolmesStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by the data-parallel coordinate: by rank, the stages of one replica would augment differently."""
-        seeded = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))
-        if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_parallel_rank)
-            self._undo.callback(_leave_workers, weakref.ref(dataloader))
+        if isinstance(dataloader, DataLoader):
+            self._undo.enter_context(seeded_workers(dataloader, self.data_parallel_rank))
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:
@@ -493,9 +489,10 @@ class HolmesStrategy(ParallelStrategy):
     # checkpoints
 
     @property
-    def _checkpoints(self) -> RunCheckpoints:
+    def _checkpoints(self) -> RunCheckpoints | None:
+        """None before the job is joined: Lightning's own ways do, for a module that nothing has been done with."""
         if self._job is None or self.lightning_module is None:
-            raise HolmesError("checkpoints are saved and loaded once the trainer has set the strategy's environment up")
+            return None
         return RunCheckpoints(
             manager=self._manager,
             job=self._job,
@@ -508,35 +505,40 @@ class HolmesStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
-        return self._checkpoints.module_state()
+        ours = self._checkpoints
+        return super().lightning_module_state_dict() if ours is None else ours.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
         numbered as plain Lightning does: then all ranks must call."""
-        return self._checkpoints.optimizer_state(optimizer)
+        ours = self._checkpoints
+        return super().optimizer_state(optimizer) if ours is None else ours.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
-        self._checkpoints.save(checkpoint, filepath, storage_options)
+        ours = self._checkpoints
+        save = super().save_checkpoint if ours is None else ours.save
+        save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint; all ranks must call."""
-        self._checkpoints.remove(filepath)
+        ours = self._checkpoints
+        remove = super().remove_checkpoint if ours is None else ours.remove
+        remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's checkpoint, of either format and any layout; all ranks must call."""
-        return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
+        ours = self._checkpoints
+        load = super().load_checkpoint if ours is None else ours.load
+        return load(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
-        self._checkpoints.load_module(checkpoint, strict=strict)
+        ours = self._checkpoints
+        load = super().load_model_state_dict if ours is None else ours.load_module
+        load(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.load_optimizers(checkpoint, self._training)
-
-
-def _leave_workers(loader: "weakref.ref[DataLoader[Any]]") -> None:
-    """Take our seeding of workers from a loader of the user's, where there still is one."""
-    dataloader = loader()
-    if dataloader is not None:
-        dataloader.worker_init_fn = None
+        ours = self._checkpoints
+        if ours is not None:
+            ours.load_optimizers(checkpoint, self._training)
