@@ -316,11 +316,7 @@ def join_shared(
 
 
 def p2p_pairs(pipeline_parallel_size: int, num_chunks: int, schedule: str = "1f1b") -> list[tuple[int, int]]:
-    """The ordered pairs of pipeline ranks between which activations or gradients travel.
-
-    For "auto", which is decided later, those of the stages in order: a V goes between the same neighbours.
-    """
-    schedule = "1f1b" if schedule == "auto" else schedule
+    """The ordered pairs of pipeline ranks between which activations or gradients travel."""
     ranks = ranks_of_stages(schedule, pipeline_parallel_size=pipeline_parallel_size, num_chunks=num_chunks)
     pairs = set()
     for source, destination in itertools.pairwise(ranks):

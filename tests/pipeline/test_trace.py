@@ -1,0 +1,199 @@
+"""What one traced microbatch teaches: who reads which parameter, what must travel, where a split loses a value."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_holmes.checking.simulated_pipeline import attached
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
+from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.plan.partition import Partition
+
+AFTER = 3  # of three layers
+
+
+class Net(LightningModule):
+    """A stem, three layers, a head; what is special about one is its ``path``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def path(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.path(batch).square().mean()
+
+
+def traced(module: LightningModule, layers: str = "auto") -> ModuleStructure:
+    with attached(module):
+        return trace_step(module, "training_step", (torch.randn(6, 4), 0), layers=layers)
+
+
+def test_parameters_are_read_where_they_are_read() -> None:
+    found = traced(Net())
+    assert found.layers == "layers" and found.layer_names == ("layers.0", "layers.1", "layers.2")
+    assert found.readers == {
+        "stem.weight": {0},  # with layer 0, whose input it makes
+        "stem.bias": {0},
+        **{f"layers.{i}.{kind}": {i} for i in range(3) for kind in ("weight", "bias")},
+        "head.weight": {AFTER},
+        "head.bias": {AFTER},
+        "unused": set(),
+    }
+    assert found.bypasses == () and found.early_changes == ()
+    partition = Partition((2, 1))
+    assert found.parameters_of(partition, 0) == {n for n in found.readers if not n.startswith(("head", "layers.2"))}
+    assert found.stages_of(partition, "unused") == (0, 1), "what no traced step reads is on every stage"
+
+
+def test_tied_parameters_are_read_at_both_ends() -> None:
+    class Tied(Net):
+        def path(self, x: Tensor) -> Tensor:
+            x = x @ self.stem.weight
+            for layer in self.layers:
+                x = layer(x)
+            return x @ self.stem.weight.T
+
+    assert traced(Tied()).readers["stem.weight"] == {0, AFTER}
+
+
+def test_what_conditions_every_layer_is_read_by_each() -> None:
+    class Block(nn.Linear):
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return super().forward(x) * time
+
+    class Conditioned(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block(4, 4) for _ in range(3))
+
+        def path(self, x: Tensor) -> Tensor:
+            time = self.stem(x)
+            for layer in self.layers:
+                x = layer(x, time)
+            return self.head(x)
+
+    found = traced(Conditioned())
+    assert found.readers["stem.weight"] == {0, 1, 2}
+    assert found.bypasses == ()
+
+
+def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
+    class Skip(Net):
+        def path(self, x: Tensor) -> Tensor:
+            first = self.layers[0](self.stem(x))
+            return self.head(self.layers[2](self.layers[1](first)) + first)
+
+    found = traced(Skip())
+    assert [(b.first_cut, b.last_cut) for b in found.bypasses] == [(1, 2)]
+    found.check_partition(Partition((1, 2)))  # what crosses there is the hidden state itself
+    with pytest.raises(
+        UnsupportedModuleError, match=r"cutting layers after layer 1 would lose .*after the layers \[0\]"
+    ):
+        found.check_partition(Partition((2, 1)))
+
+
+def test_only_outputs_that_are_read_later_are_live() -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x.detach().sum(dim=1)
+
+    class TwoOutputs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Two(4, 4) for _ in range(3))
+
+        def path(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x)
+
+    output = traced(TwoOutputs()).outputs["training_step"][1]
+    assert output.live == (True, False)
+    assert output.shapes == ((6, 4), (6,)) and output.input_shape == (6, 4)
+
+
+def test_state_that_a_step_changes_is_known_by_its_place() -> None:
+    class Changing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+            self.mean = MeanMetric()
+            self.calls = 0
+
+        def path(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            x = super().path(x)
+            self.mean.update(x.detach().mean())
+            self.log("mean", self.mean, on_step=True)
+            self.calls += 1
+            return x
+
+    found = traced(Changing())
+    assert found.buffer_writers["seen"] == BEFORE
+    assert any("seen" in change for change in found.early_changes)
+    assert found.step_metrics == ("mean",)
+    assert any("calls" in value for value in found.kept_values)
+    with pytest.raises(UnsupportedModuleError, match=r"seen.*with 2 stages on a rank that would happen 2 times"):
+        found.check_chunks(2)
+
+
+def test_the_module_itself_is_left_as_it_was() -> None:
+    class Counting(Net):
+        calls = 0
+
+        def path(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.layers[0].extra_state = x
+            return super().path(x)
+
+    module = Counting()
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    traced(module)
+    assert module.calls == 0 and "calls" not in vars(module) and "extra_state" not in vars(module.layers[0])
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [((0, 2, 1), "calls no list of layers once each and in order"), ((0, 1, 1, 2), "once each"), ((0, 1), "once each")],
+)
+def test_layers_out_of_order_are_refused(order: tuple[int, ...], message: str) -> None:
+    class Wandering(Net):
+        def path(self, x: Tensor) -> Tensor:
+            for index in order:
+                x = self.layers[index](x)
+            return self.head(x)
+
+    with pytest.raises(UnsupportedModuleError, match=message):
+        traced(Wandering())
+
+
+def test_a_list_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="blocks"):
+        traced(Net(), layers="blocks")
+
+
+def test_two_steps_are_merged() -> None:
+    class Validating(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.path(batch) + self.unused
+
+    module = Validating()
+    with attached(module):
+        both = traced(module).merged(trace_step(module, "validation_step", (torch.randn(6, 4), 0)))
+    assert both.readers["unused"] == {AFTER}
+    assert set(both.outputs) == {"training_step", "validation_step"}
