@@ -53,7 +53,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passing:
-    """A step at a layer: one that is run, or a missing one with what it hands on."""
+    """A step at a layer: one that is run, or a non-local one with what it hands on."""
 
     run: StageRun
     index: int
