@@ -50,10 +50,13 @@ class Worker:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on at this moment, and none of those that the kernel gives to connections (from 32768 on):
+    it might give one away before a worker listens there."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def launch(world_size: int, target: str, payload: Any = None, *, timeout_s: float = 120.0) -> list[Any]:
@@ -200,8 +203,9 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
             code = os.waitstatus_to_exitcode(status)
             if pid in workers:
                 path = workers.pop(pid)
-                path.with_suffix(".part").write_text(str(code))
-                path.with_suffix(".part").rename(path)
+                with contextlib.suppress(FileNotFoundError):  # nobody waits any more: it was killed for being late
+                    path.with_suffix(".part").write_text(str(code))
+                    path.with_suffix(".part").rename(path)
             for client in [c for c, of in clients.items() if of == pid]:
                 _tell(client, code)
                 del clients[client]
