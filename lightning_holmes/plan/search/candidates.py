@@ -179,7 +179,7 @@ def _schedules(space: SearchSpace, size: int, num_layers: int) -> list[tuple[str
             found += [(name, spec.num_chunks)] * (size > 1)
         elif spec.is_interleaved:
             fitting = [number for number in numbers if number > 1 and size * number <= num_layers]
-            if not fitting and alone:
+            if not fitting and (alone or (len(numbers) == 1 and numbers[0] > 1)):
                 fitting = [numbers[0]]
             found += [(name, number) for number in fitting if size > 1]
         elif (given in (None, 1) and (size > 1 or name == space.schedules[0])) or alone:
