@@ -7,6 +7,7 @@ import dis
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -196,6 +197,20 @@ def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
                 f"is after the layers, which is not rank 0, and a log that only rank 0 makes is lost; log on all ranks, or "
                 f"with self.log(..., rank_zero_only=True)"
             )
+
+
+@contextmanager
+def refusing_several_optimizers(module: "pl.LightningModule") -> Iterator[None]:
+    """Inside, Lightning sets up optimizers; where it refuses several, its advice, manual optimization, is no way out here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise UnsupportedModuleError(
+            f"{type(module).__name__}.configure_optimizers returned several optimizers; return one, with a parameter group "
+            f"for each"
+        ) from None
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -32,7 +32,7 @@ from lightning_holmes.checkpoint import CheckpointManager
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
-from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.errors import HolmesError
 from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -42,7 +42,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy import agreement, collectives
+from lightning_holmes.strategy import admission, agreement, collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -341,16 +341,8 @@ class HolmesStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         reset_optimizers(self)
-        try:
+        with admission.refusing_several_optimizers(trainer.lightning_module):
             super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            # Lightning's own advice, manual optimization, is no way out here
-            raise UnsupportedModuleError(
-                f"{type(self.lightning_module).__name__}.configure_optimizers returned several optimizers; return one, "
-                f"with a parameter group for each"
-            ) from None
 
     def model_to_device(self) -> None:
         assert self.model is not None
