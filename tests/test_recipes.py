@@ -222,6 +222,25 @@ def test_fine_tuning_runs_in_two_processes_as_in_one(tmp_path, tune):
         assert (logs / "config.yaml").is_file()
 
 
+def test_the_demo_learns_on_four_processes(tmp_path):
+    command = [
+        "fit",
+        f"--config={config_of('gpt_tiny')}",
+        "--trainer.max_steps=20",
+        "--trainer.limit_val_batches=0",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.callbacks=null",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        f"--trainer.logger.init_args.save_dir={tmp_path}",
+        "--trainer.logger.init_args.version=0",
+    ]
+    launch(4, "test_recipes:run_cli", [command], timeout_s=240)
+    losses = losses_of(tmp_path)
+    assert len(losses) == 20 and 5.3 < losses[0] < 5.8  # bytes, of which the model knows nothing yet: log(256) is 5.5
+    assert losses[-1] < 3.0
+
+
 SMALL = ["--model.init_args.hidden_size=16", "--model.init_args.num_layers=2", "--data.init_args.max_bytes=50000"]
 SHORT = ["--trainer.max_steps=3", "--trainer.callbacks=null", "--trainer.limit_val_batches=0"]
 ALONE = ["--trainer.devices=1", "--trainer.strategy.init_args.topology=auto", "--trainer.log_every_n_steps=1"]

@@ -65,7 +65,7 @@ def test_the_default_workload_is_the_one_that_the_figures_are_quoted_for() -> No
     assert round(workload.num_parameters / 1e6, 1) == 11.6
     assert (workload.batch_size, workload.sequence_length) == (32, 128)
     assert Workload.from_json(workload.to_json()) == workload
-    with pytest.raises(ConfigurationError, match="Workload: steps: 0 is not allowed; .* greater than or equal to 1"):
+    with pytest.raises(ConfigurationError, match=r"Workload: steps: 0 is not allowed; .* greater than or equal to 1"):
         Workload(steps=0)
 
 
