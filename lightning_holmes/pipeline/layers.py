@@ -1,4 +1,4 @@
-"""Finding the layer list of a module: the nn.ModuleList or nn.Sequential that a pipeline is cut along.
+"""Finding the layer list of a module: the nn.ModuleList or nn.Sequential that a pipeline is split along.
 
 Only lists and names here; whether a step really calls the layers once and in order is for trace.py to see.
 """
@@ -53,7 +53,7 @@ def candidate_layer_lists(module: nn.Module, layers: str) -> list[LayerList]:
     if layers == "auto":
         if not found:
             raise ConfigurationError(
-                f"{type(module).__name__} has no nn.ModuleList or nn.Sequential of two or more layers to cut a "
+                f"{type(module).__name__} has no nn.ModuleList or nn.Sequential of two or more layers to split a "
                 f"pipeline along; put its layers into an nn.ModuleList, or use pipeline_parallel_size=1"
             )
         return found

@@ -12,7 +12,7 @@ attention; elementwise work is not counted, but each operator may be charged a f
 cannot run on them (it looks at values), it is run once for real, and counted. mode="measure" runs the real module on the
 device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies after it and begins the layer's backward.
 
-Left to others: whether the step may be cut at all (trace.py). The module itself is not changed: copies run.
+Left to others: whether the step may be split at all (trace.py). The module itself is not changed: copies run.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def profile_step(
 
     Args:
         arguments: of the step; the first one is a microbatch, real or fake.
-        layers: the list to cut along, as in the strategy; a structure's own is used where one is given.
-        structure: what tracing the module found, if it was traced: where parameters are read, and forbidden cuts.
+        layers: the list to split along, as in the strategy; a structure's own is used where one is given.
+        structure: what tracing the module found, if it was traced: where parameters are read, and forbidden split points.
             Without it, a parameter belongs to where its module is called.
         mode: "fake" counts FLOPs, "measure" takes seconds.
         context: gives the context manager of a step (precision).
@@ -91,7 +91,7 @@ def profile_step(
         operator_s: seconds that every operator of a "fake" profile takes beside its FLOPs, in launching it.
         may_run: whether a step that does not run on fake tensors may be run for real.
         seconds: how long "measure" goes on at the least, after its first repeats.
-        pipeline_parallel_size: into how many stages the layers will be cut. "measure" then works in the memory of one stage's
+        pipeline_parallel_size: into how many stages the layers will be split. "measure" then works in the memory of one stage's
             layers: processors' caches hold more of few layers than of all.
 
     Raises:
@@ -330,7 +330,7 @@ def _model_cost(
     forbidden: tuple[int, ...] = ()
     sizes = [(p.numel(), p.element_size()) for p in module.parameters() if p.requires_grad] or [(1, 4)]
     if structure is not None:
-        forbidden = tuple(cut for cut in range(size - 1) if any(b.forbids(cut) for b in structure.bypasses))
+        forbidden = tuple(point for point in range(size - 1) if any(b.forbids(point) for b in structure.bypasses))
     return ModelCost(
         unit="flops" if mode == "fake" else "seconds",
         microbatch_samples=samples,

@@ -1,6 +1,6 @@
 """What a step logs: recorded on every stage, merged over microbatches, replayed once a batch on all ranks.
 
-Each stage runs the user's step up to its cut, so each sees some of its ``self.log`` calls; a call counts on
+Each stage runs the user's step up to its split point, so each sees some of its ``self.log`` calls; a call counts on
 the stage that runs the place where it stands. Lightning then sees one call a batch, everywhere, as if one
 process had run the whole step.
 """
@@ -82,7 +82,7 @@ class LogRecorder:
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = self._run
         assert run is not None, "self.log recorded outside a stage's run"
-        if run.cut:  # a `finally:` on the way out; the last stage logs it
+        if run.ended:  # a `finally:` on the way out; the last stage logs it
             return
         position = run.position
         if position == self.num_layers - 1:

@@ -1,10 +1,10 @@
-"""One rank's part of a module: layers of its own, non-local layers, and steps that run from cut to cut.
+"""One rank's part of a module: layers of its own, non-local layers, and steps that run from split point to split point.
 
 The module keeps its full length, its names and its identity. Each layer's ``forward`` goes through a gate
 that knows which stage of the rank is running:
 
-- a layer of the stage runs; after the stage's last one its output is kept, and the next layer's gate cuts
-  the step short with :class:`StepCut`;
+- a layer of the stage runs; after the stage's last one its output is kept, and the next layer's gate ends
+  the step with :class:`StepEnd`;
 - a non-local layer before the stage hands on a placeholder, and the one right before it hands on what was
   received from the previous stage;
 - outside a step a non-local layer refuses to run.
@@ -33,7 +33,7 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.torch_private import is_broken_graph
 
 
-class StepCut(BaseException):
+class StepEnd(BaseException):
     """Ends a user's step after a stage's last layer; no ``Exception``, so that user code does not catch it."""
 
 
@@ -47,7 +47,7 @@ class StageRun:
     received: list[Tensor] = field(default_factory=list)
     payload: list[Tensor] | None = None
     position: int = BEFORE
-    cut: bool = False
+    ended: bool = False
     backward: bool = False
 
 
@@ -107,7 +107,7 @@ def placeholder(like: Tensor) -> Tensor:
 
 
 class PipelineModule:
-    """Cuts ``module`` to the ``stages`` which this rank runs.
+    """Reduces ``module`` to the ``stages`` which this rank runs.
 
     Args:
         module: the whole module, its parameters in place.
@@ -274,11 +274,11 @@ class PipelineModule:
             )
 
     def _go_to(self, run: StageRun, index: int) -> None:
-        """The step comes to layer ``index``, or is cut before it."""
+        """The step comes to layer ``index``, or ends before it."""
         assert self.structure is not None
         if run.payload is not None and run.stage < self.num_stages - 1:
-            run.cut = True
-            raise StepCut
+            run.ended = True
+            raise StepEnd
         if index != run.position + 1:
             raise UnsupportedModuleError(
                 f"{run.step_name} called layer {index} of {self.structure.layers} after layer {run.position}: this "
@@ -359,7 +359,7 @@ class PipelineModule:
         with self.running(run):
             try:
                 output = step()
-            except StepCut:
+            except StepEnd:
                 return None
             except Exception as error:
                 if self.structure is not None and is_broken_graph(error):
@@ -371,10 +371,10 @@ class PipelineModule:
                 raise
         if self.structure is None:
             return output
-        if run.cut:
+        if run.ended:
             raise UnsupportedModuleError(
-                f"{run.step_name} went on after the pipeline had cut it after layer {run.position}: a bare `except:` or "
-                f"`except BaseException:` around the model call swallows the cut; catch Exception instead"
+                f"{run.step_name} went on after the pipeline had ended it after layer {run.position}: a bare `except:` or "
+                f"`except BaseException:` around the model call swallows that end; catch Exception instead"
             )
         last = run.stage == self.num_stages - 1
         if run.position != self.structure.num_layers - 1 or (not last and run.payload is None):

@@ -1,7 +1,7 @@
 """What one traced microbatch taught about a module: plain data, sent between ranks, asked by the strategy.
 
-Positions along a step: ``BEFORE`` the layers (-1), layer ``i`` (i), after them (``num_layers``). A *cut*
-``c`` lies between the layers ``c`` and ``c + 1``.
+Positions along a step: ``BEFORE`` the layers (-1), layer ``i`` (i), after them (``num_layers``). A *split
+point* ``c`` lies between the layers ``c`` and ``c + 1``.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ BEFORE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
-    """A value that reaches a later place beside the hidden state, and the cuts which it forbids."""
+    """A value that reaches a later place beside the hidden state, and the split points which it forbids."""
 
-    first_cut: int
-    last_cut: int
+    first_split_point: int
+    last_split_point: int
     what: str
 
-    def forbids(self, cut: int) -> bool:
-        """Whether the value would be lost at ``cut``."""
-        return self.first_cut <= cut <= self.last_cut
+    def forbids(self, split_point: int) -> bool:
+        """Whether the value would be lost at ``split_point``."""
+        return self.first_split_point <= split_point <= self.last_split_point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,25 +68,25 @@ class ModuleStructure:
         return len(self.layer_names)
 
     def check_partition(self, partition: Partition) -> None:
-        """Refuse a partition with a cut that loses a value.
+        """Refuse a partition with a split point that loses a value.
 
         Raises:
-            UnsupportedModuleError: names the value, the cut and, if there is one, what would do.
+            UnsupportedModuleError: names the value, the split point and, if there is one, what would do.
         """
         for stage in range(partition.num_stages - 1):
-            cut = partition.layers_of(stage)[-1]
-            lost = [b for b in self.bypasses if b.forbids(cut)]
+            split_point = partition.layers_of(stage)[-1]
+            lost = [b for b in self.bypasses if b.forbids(split_point)]
             if lost:
                 free = [c for c in range(self.num_layers - 1) if not any(b.forbids(c) for b in self.bypasses)]
                 cure = (
-                    f"cuts that lose nothing lie after the layers {free}: choose layer counts by partition=[...]"
+                    f"split points that lose nothing lie after the layers {free}: choose layer counts by partition=[...]"
                     if free
-                    else "no cut of this layer list is free of it: use pipeline_parallel_size=1, or pass the value "
+                    else "no split point of this layer list is free of it: use pipeline_parallel_size=1, or pass the value "
                     "along in the layers' own outputs"
                 )
                 more = f" (and {len(lost) - 1} more such values)" if len(lost) > 1 else ""
                 raise UnsupportedModuleError(
-                    f"cutting {self.layers} after layer {cut} would lose {lost[0].what}{more}; {cure}"
+                    f"splitting {self.layers} after layer {split_point} would lose {lost[0].what}{more}; {cure}"
                 )
 
     def check_chunks(self, stages_of_rank: int) -> None:
@@ -128,7 +128,7 @@ class ModuleStructure:
         """The structure for a module that runs both traced steps: everything that either needs."""
         if self.layers != other.layers:
             raise UnsupportedModuleError(
-                f"one step runs through {self.layers}, another through {other.layers}: name the list to cut by layers="
+                f"one step runs through {self.layers}, another through {other.layers}: name the list to split by layers="
             )
         readers = {n: self.readers.get(n, frozenset()) | other.readers.get(n, frozenset()) for n in self.readers}
         writers = dict(other.buffer_writers)

@@ -8,7 +8,7 @@ is exactly what reaches a place beside the hidden state. From that follow
 - which parameters each stage needs (``ModuleStructure.readers``): an embedding read only before the
   layers lives on the first stage, a tied head on both ends, a time embedding that conditions every layer
   on each stage, with gradients summed;
-- which cuts would lose a value (``ModuleStructure.bypasses``): skips past a layer, losses of routers,
+- which split points would lose a value (``ModuleStructure.bypasses``): skips past a layer, losses of routers,
   lists of hidden states;
 - what a layer's output looks like and which of its tensors must travel.
 
@@ -78,7 +78,7 @@ def trace_step(
             reasons.append(f"{candidate.describe()}: {reason}")
     raise UnsupportedModuleError(
         f"{type(module).__name__}.{step_name} calls no list of layers once each and in order, so there is "
-        f"nothing to cut a pipeline along. Tried {'; '.join(reasons)}. Name another list by layers=, or use "
+        f"nothing to split a pipeline along. Tried {'; '.join(reasons)}. Name another list by layers=, or use "
         f"pipeline_parallel_size=1"
     )
 
@@ -446,19 +446,23 @@ class Tracer:
                 first = position if kind == "inside" else position + 1
                 if reader - 1 >= first:
                     bypasses.append(
-                        Bypass(first_cut=first, last_cut=reader - 1, what=f"{what}, read {self._where(reader)}")
+                        Bypass(
+                            first_split_point=first,
+                            last_split_point=reader - 1,
+                            what=f"{what}, read {self._where(reader)}",
+                        )
                     )
             for reader in _readers(self.read_at, bit) if stale else ():
                 if reader < position:
                     what = f"{what}, kept and read {self._where(reader)} of the next step"
-                    bypasses.append(Bypass(first_cut=max(reader, 0), last_cut=position - 1, what=what))
+                    bypasses.append(Bypass(first_split_point=max(reader, 0), last_split_point=position - 1, what=what))
         bypasses += self._bypasses_of_attributes()
         for layer, number in sorted(self.sharded_outputs):
             what = (
                 f"the layout of output {number} of layer {layer}, a DTensor, of which only plain tensors travel between "
                 f"stages (let the layer return its part by use_local_output=True, or the whole tensor)"
             )
-            bypasses.append(Bypass(first_cut=layer, last_cut=layer, what=what))
+            bypasses.append(Bypass(first_split_point=layer, last_split_point=layer, what=what))
         names = [f"{self.layers}.{name}" for name in self.layer_names]
         outputs = []
         for layer in range(self.num_layers):
@@ -511,7 +515,7 @@ class Tracer:
                         what = (
                             f"{use.name}, a Python value set {self._where(written)} and read {self._where(read)}{later}"
                         )
-                        found.append(Bypass(first_cut=first, last_cut=last, what=what))
+                        found.append(Bypass(first_split_point=first, last_split_point=last, what=what))
         return found
 
     def _early_changes(self, buffer_keys: dict[str, int]) -> list[str]:

@@ -93,7 +93,7 @@ class ModelCost:
     before: what runs ahead of the layers (embedding; its activation_bytes are the first layer's input).
     after: what runs after them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
     they are counted in each, and their gradients are summed between the first and the last stage.
-    forbidden_cuts: layers after which no cut may lie. tokens_per_sample: for reports. parameter_itemsize,
+    forbidden_cuts: layers after which no stage may end. tokens_per_sample: for reports. parameter_itemsize,
     activation_itemsize: bytes of a trained parameter's element, and of one of what crosses split points; means, where types mix.
     layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
     """

@@ -52,7 +52,7 @@ class Partition:
         return len(self.layer_counts)
 
     @property
-    def cuts(self) -> frozenset[int]:
+    def split_points(self) -> frozenset[int]:
         """The layers after which a stage ends and another begins."""
         return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 

@@ -125,7 +125,7 @@ def plan_by_costs(
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:
     """By count, but for split points that lose a value; where all do, the check of the partition says which value."""
     uniform = make_uniform_partition(num_layers, size * chunks)
-    if not uniform.cuts & set(forbidden_cuts):
+    if not uniform.split_points & set(forbidden_cuts):
         return uniform
     balance = Balance(
         seconds=((1.0,) * num_layers,) * size, num_chunks=chunks, forbidden_cuts=tuple(sorted(forbidden_cuts))

@@ -96,7 +96,9 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     kept = _kept(request, structure)
     if kept is not None:
         return repeat_plan(options, kept, reason="as in the run before, so that every rank keeps its part")
-    forbidden = [cut for cut in range(structure.num_layers - 1) if any(b.forbids(cut) for b in structure.bypasses)]
+    forbidden = [
+        point for point in range(structure.num_layers - 1) if any(b.forbids(point) for b in structure.bypasses)
+    ]
     without = functools.partial(
         plan_by_count,
         options,
@@ -122,7 +124,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     except ConfigurationError as error:
         if not forbidden or isinstance(error, NothingFitsError):
             raise
-        return without(reason="no cut is free")  # the check of the partition names the value that it would lose
+        return without(reason="no split point is free")  # the check of the partition names the value that it would lose
     notes = [guessed] if guessed else []
     if options.pipeline_parallel_size == "auto" and isinstance(options.partition, str):
         lengths = _other_lengths(request, structure)

@@ -118,7 +118,9 @@ def test_a_value_beside_the_hidden_state_is_refused_on_every_rank(
         "router_loss": "a value computed inside layer 0, read after the last layer",
     }[family]
     for record in refused[REFUSED_FITS[family]]:
-        assert record.error.startswith("UnsupportedModuleError: cutting layers after layer 2 would lose"), record.error
+        assert record.error.startswith("UnsupportedModuleError: splitting layers after layer 2 would lose"), (
+            record.error
+        )
         assert reason in record.error
 
 

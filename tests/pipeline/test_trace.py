@@ -98,10 +98,10 @@ def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
             return self.head(self.layers[2](self.layers[1](first)) + first)
 
     found = traced(Skip())
-    assert [(b.first_cut, b.last_cut) for b in found.bypasses] == [(1, 2)]
+    assert [(b.first_split_point, b.last_split_point) for b in found.bypasses] == [(1, 2)]
     found.check_partition(Partition((1, 2)))  # what crosses there is the hidden state itself
     with pytest.raises(
-        UnsupportedModuleError, match=r"cutting layers after layer 1 would lose .*after the layers \[0\]"
+        UnsupportedModuleError, match=r"splitting layers after layer 1 would lose .*after the layers \[0\]"
     ):
         found.check_partition(Partition((2, 1)))
 

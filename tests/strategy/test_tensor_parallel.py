@@ -78,7 +78,7 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     baseline.is_met_by(found[3], skip=STEPS)
 
     for refusal in found[4]:
-        assert "cutting blocks after layer 1 would lose the layout of output 0 of layer 1, a DTensor" in refusal
+        assert "splitting blocks after layer 1 would lose the layout of output 0 of layer 1, a DTensor" in refusal
 
     saved = torch.load(file, weights_only=True)
     assert all(type(value) is torch.Tensor for value in saved["state_dict"].values())

@@ -1471,7 +1471,7 @@ class CheckpointSequential(Wild):
 
 
 @case(
-    "checkpoint_sequential whose segments cross the cuts",
+    "checkpoint_sequential whose segments cross the split points",
     options={"pipeline_parallel_size": 3, "partition": [1, 2, 3]},
 )
 class CheckpointAcross(Wild):

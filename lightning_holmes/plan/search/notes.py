@@ -48,7 +48,7 @@ def _describe_partition(rule: str, cost_model: CostModel, best: Prediction) -> s
     uniform = make_uniform_partition(cost_model.model.num_layers, best.partition.num_stages)
     if uniform == best.partition:
         return note + "; as by count"
-    if uniform.cuts & set(cost_model.model.forbidden_cuts):
+    if uniform.split_points & set(cost_model.model.forbidden_cuts):
         return note + "; by count a split point would lose a value"
     ratio = predict(cost_model, best.run, uniform).step_s / best.step_s
     return note + f"; by count a step would take {ratio:.2f}x as long"

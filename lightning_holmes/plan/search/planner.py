@@ -219,7 +219,7 @@ class _Search:
             if self.space.partition == "self_adapting" and entry.run.num_chunks > 1:
                 # of unlike layers, the slowest rank's optimum may have chunks of very unlike sizes, and wait between them
                 uniform = make_uniform_partition(entry.partition.num_layers, entry.partition.num_stages)
-                if uniform != entry.partition and not uniform.cuts & set(self.cost_model.model.forbidden_cuts):
+                if uniform != entry.partition and not uniform.split_points & set(self.cost_model.model.forbidden_cuts):
                     other = self._predict(entry.run, uniform)
                     made = min(made, other, key=lambda one: (not fits(one), one.step_s))
             if not self.limit_memory or fits(made):

@@ -20,7 +20,7 @@ _MOST = 64  # simulations
 def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
     """The prediction with the best partition that single moves lead to; the same one where none saves 1 %.
 
-    Cuts that are forbidden are not tried, nor are partitions that do not fit the memory. It ends after 64 simulations, and
+    Split points that are forbidden are not tried, nor are partitions that do not fit the memory. It ends after 64 simulations, and
     where stages x microbatches are more than 2048 there is none.
     """
     run, best = prediction.run, prediction
@@ -47,5 +47,5 @@ def _moved(partition: Partition, forbidden_cuts: tuple[int, ...]) -> Iterator[Pa
             left, right = counts[stage] + step, counts[stage + 1] - step
             if min(left, right) >= 1:
                 moved = Partition((*counts[:stage], left, right, *counts[stage + 2 :]))
-                if not moved.cuts & set(forbidden_cuts):
+                if not moved.split_points & set(forbidden_cuts):
                     yield moved
