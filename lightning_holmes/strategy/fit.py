@@ -206,8 +206,7 @@ class Fit(Run):
         return meter
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        if self.shards is not None:
-            self.shards.finish()  # some of torch's modules run evaluation otherwise while anything watches parameters
+        self.gradients.host.settle()  # some of torch's modules run evaluation otherwise while anything watches parameters
         if self._clock is not None:
             self._clock.interrupt()
         return super().evaluation_step(step_name, batch, *arguments)
