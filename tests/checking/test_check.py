@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lightning_holmes
-from lightning_holmes.checking import simulated_pipeline as simulated_pipeline
+from lightning_holmes.checking import simulated_pipeline
 
 
 class Stack(LightningModule):

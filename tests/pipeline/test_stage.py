@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_holmes.checking import simulated_pipeline as simulated_pipeline
+from lightning_holmes.checking import simulated_pipeline
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule

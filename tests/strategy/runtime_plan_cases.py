@@ -9,8 +9,7 @@ from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.strategy import profiling as profiling
-from lightning_holmes.strategy import runtime_plan as runtime_plan
+from lightning_holmes.strategy import profiling, runtime_plan
 
 
 class Wide(nn.Module):

@@ -16,7 +16,7 @@ from wild import wild_modules
 from wild.wild_modules import CASES, SAMPLES, Case
 
 import lightning_holmes
-from lightning_holmes.checking import simulated_pipeline as simulated_pipeline
+from lightning_holmes.checking import simulated_pipeline
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.partition import make_partition
 
