@@ -4,7 +4,7 @@ One plain Lightning file (plain.py), or a folder that every rank writes its part
 CheckpointManager is what the strategy asks.
 """
 
-from lightning_holmes.checkpoint.loading import read_state_dict
+from lightning_holmes.checkpoint.loading import read_plan, read_state_dict
 from lightning_holmes.checkpoint.manager import CheckpointManager, Job, is_local
 from lightning_holmes.checkpoint.parts import module_part, optimizer_part
 from lightning_holmes.checkpoint.plain import (
@@ -31,6 +31,7 @@ __all__ = [
     "optimizer_part",
     "optimizer_state_dict",
     "parameter_group_names",
+    "read_plan",
     "read_state_dict",
     "whole_on_host",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint import atomic, resume
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import FolderReader, all_values, compact
 from lightning_holmes.checkpoint.loading import load_folder
@@ -124,6 +124,7 @@ def _open_file(path: Path) -> Source:
         raise CheckpointError(f"{path} is no checkpoint of Lightning's: it has no state_dict")
     records = records_of(path, checkpoint)
     rest = dict(checkpoint)
+    plan = resume.take_plan(rest)
     state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
     by_number = [{**o, "state": {str(n): entries for n, entries in o["state"].items()}} for o in optimizers or []]
 
@@ -135,12 +136,11 @@ def _open_file(path: Path) -> Source:
         read = lambda: read_tensor(path, record, value)  # noqa: E731
         return Item(dtype=value.dtype, shape=tuple(value.shape), place=place, read=read)
 
-    plan = path.with_name(f"{path.name}.plan.yaml")
     return Source(
         items={name: item(name, value) for name, value in named_values(state_dict, by_number).items()},
         rest=rest,
         groups=None if optimizers is None else [o["param_groups"] for o in optimizers],
-        plan=plan.read_text(encoding="utf-8") if plan.is_file() else "",
+        plan=plan,
     )
 
 
@@ -183,6 +183,7 @@ def write_file(source: Source, target: Path) -> None:
         return blanks[item.place]
 
     checkpoint = dict(source.rest)
+    resume.add_plan(checkpoint, source.plan)
     checkpoint["state_dict"] = {
         name[1]: stand_in(item) for name, item in source.items.items() if name[0] == "state_dict"
     }
@@ -197,9 +198,6 @@ def write_file(source: Source, target: Path) -> None:
 
     with atomic.writing(target) as temporary:
         write_streamed(temporary, checkpoint, read)
-    if source.plan:
-        with atomic.writing(target.with_name(f"{target.name}.plan.yaml")) as temporary:
-            temporary.write_text(source.plan, encoding="utf-8")
 
 
 def _numbered(

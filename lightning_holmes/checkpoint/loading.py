@@ -1,6 +1,7 @@
 """Finding and opening a checkpoint of either format, on file systems that may not be shared."""
 
 import socket
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint import atomic, resume
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
-from lightning_holmes.checkpoint.manifest import REST, Manifest, ValueEntry
+from lightning_holmes.checkpoint.manifest import PLAN, REST, Manifest, ValueEntry
 from lightning_holmes.checkpoint.restricted import damaged_records, load_bytes, load_file
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline import tree
@@ -67,6 +68,17 @@ def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     state = load_folder(path, 0, lambda value: [value], weights_only=weights_only)["state_dict"]
     assert isinstance(state, FolderStateDict)
     return state.read_many(state)
+
+
+def read_plan(path: Path) -> str | None:
+    """The YAML of the plan in a checkpoint of either format, empty where it has none; None where ``path`` is no checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if path.is_dir():
+        return (path / PLAN).read_text(encoding="utf-8") if (path / PLAN).is_file() else ""
+    return resume.take_plan(dict(load_file(path))) if zipfile.is_zipfile(path) else None
 
 
 def _find(path: Path) -> tuple[list[tuple[Path, Manifest]], str]:

@@ -178,7 +178,7 @@ class CheckpointManager:
             plan=plan,
         )
 
-    def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, plan: str, background: bool) -> None:
+    def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
         """Write ``checkpoint``, whole on rank 0, as one file that plain Lightning reads."""
         if job.rank != 0:
             return
@@ -190,9 +190,6 @@ class CheckpointManager:
         def write() -> None:
             with atomic.writing(target) as temporary:
                 torch.save(checkpoint, temporary)
-            if plan:
-                with atomic.writing(target.with_name(f"{target.name}.plan.yaml")) as temporary:
-                    temporary.write_text(plan, encoding="utf-8")
 
         self._writer.run(write, background=background)
 
@@ -205,13 +202,7 @@ class CheckpointManager:
         else:
             leads = job.rank == 0
         if leads:
-            plan = target.with_name(f"{target.name}.plan.yaml")
-
-            def take_away() -> None:
-                atomic.remove(target)
-                atomic.delete(plan)
-
-            self._writer.afterwards(take_away)
+            self._writer.afterwards(functools.partial(atomic.remove, target))
 
     def finish(self, *, failed: bool = False, alone: bool = False) -> None:
         """Wait for the present write; after a failure of the run only a moment, unless this process is ``alone``.

@@ -1,7 +1,7 @@
 """What a run needs beside Lightning's own checkpoint to go on as if it had never stopped.
 
 Lightning saves the state of rank 0's data loaders; here every replica has its own. Random numbers of the steps are
-drawn from a seed of the run, which is saved.
+drawn from a seed of the run, which is saved. One file holds the run's plan, too; a folder has a file for it.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,21 @@ def add(checkpoint: dict[str, Any], *, base_seed: int, replicas: Sequence[list[A
     checkpoint[KEY] = {"base_seed": base_seed, "data_parallel_size": len(replicas), "loader_states": list(replicas)}
 
 
+def add_plan(checkpoint: dict[str, Any], plan: str) -> None:
+    """Write a plan's YAML into ``checkpoint``, for :func:`take_plan`."""
+    if plan:
+        checkpoint[KEY] = checkpoint.get(KEY, {}) | {"plan": plan}
+
+
+def take_plan(checkpoint: dict[str, Any]) -> str:
+    """Take the plan's YAML out of ``checkpoint``; nothing where it has none."""
+    ours = dict(checkpoint.get(KEY, {}))
+    plan = str(ours.pop("plan", ""))
+    if plan:
+        checkpoint[KEY] = ours
+    return plan
+
+
 def base_seed(checkpoint: dict[str, Any]) -> int | None:
     """The seed of the run that was saved, if this package saved it."""
     seed = checkpoint.get(KEY, {}).get("base_seed")
@@ -42,7 +57,7 @@ def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_repl
     if not states or all(SAMPLES_SEEN in state for state in states):
         return
     fit_loop = checkpoint["loops"]["fit_loop"]
-    saved = checkpoint.get(KEY, {"data_parallel_size": 1, "loader_states": [states]})
+    saved = {"data_parallel_size": 1, "loader_states": [states]} | checkpoint.get(KEY, {})
     if saved["data_parallel_size"] == num_replicas:
         fit_loop["state_dict"]["combined_loader"] = saved["loader_states"][replica]
         return

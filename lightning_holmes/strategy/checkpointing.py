@@ -160,8 +160,9 @@ class RunCheckpoints:
         plan = "" if self.run is None else self.run.plan.to_yaml()
         background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
+            resume.add_plan(checkpoint, plan)
             if self.is_ours(path) and storage_options is None:
-                self.manager.save_plain(member, checkpoint, path, plan=plan, background=background)
+                self.manager.save_plain(member, checkpoint, path, background=background)
             elif member.rank == 0:
                 self.io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
@@ -225,7 +226,9 @@ class RunCheckpoints:
     def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
         """Load the states of the optimizers of ``fit``, and those of stateful data loaders."""
         optimizers = fit.trainer.strategy.optimizers
-        for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=True):
+        for optimizer, state in zip(
+            optimizers, saved["optimizer_states"], strict=False
+        ):  # none, or fewer, as Lightning
             names = fit.parameter_groups.names_of(optimizer)
             with self.job.explaining():
                 checkpoints.load_optimizer_state(optimizer, state, names, fit.pipeline.local_parameters, fit.shards)

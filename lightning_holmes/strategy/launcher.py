@@ -53,7 +53,9 @@ class HolmesLauncher(SubprocessLauncher):
         with Replacements() as changes:
             if trainer is not None:
                 self._find_whole(trainer, changes)
-            if self.cluster_environment.creates_processes_externally:
+            # Lightning's launcher leaves LOCAL_RANK behind, which the next Trainer takes for the word of another launcher
+            alone = self.num_processes * self.num_nodes == 1
+            if alone or self.cluster_environment.creates_processes_externally:
                 return function(*args, **kwargs)
             return super().launch(function, *args, trainer=trainer, **kwargs)
 

@@ -14,12 +14,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
+from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions
@@ -92,8 +94,13 @@ class Options:
 
     @functools.cached_property
     def given_plan(self) -> Plan | None:
-        """The plan of the file that ``plan`` names."""
-        return None if self.plan is None else Plan.load(self.plan)
+        """The plan of the file or checkpoint that ``plan`` names."""
+        if self.plan is None:
+            return None
+        saved = read_plan(Path(self.plan))
+        if saved == "":
+            raise ConfigurationError(f"plan={self.plan!r} is a folder or checkpoint without a plan; name a plan file")
+        return Plan.load(self.plan) if saved is None else Plan.from_yaml_text(saved, source=self.plan)
 
     @functools.cached_property
     def plan_options(self) -> PlanOptions:

@@ -56,6 +56,18 @@ from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
 
+_OF_RUNS = (
+    "_connection",
+    "_job",
+    "_builder",
+    "_run",
+    "_fit",
+    "_undo",
+    "_splitter",
+    "_resumption",
+    "_manager",
+)
+
 
 class HolmesStrategy(ParallelStrategy):
     """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
@@ -80,8 +92,8 @@ class HolmesStrategy(ParallelStrategy):
             layers, with what runs before and after them, and the speeds of the hosts, and moved where that makes the
             simulated step faster; "proportional": in proportion to
             these speeds; "uniform": by count; or the number of layers of each stage.
-        plan: a plan file of another run (its plan.yaml), which decides all of these, and is refused where it was made for
-            other clusters or another module.
+        plan: a plan file of another run (its plan.yaml), or its checkpoint, which decides all of these, and is refused where
+            it was made for other clusters or another module.
         profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
             on several hosts without GPUs, and counts elsewhere.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
@@ -149,6 +161,10 @@ class HolmesStrategy(ParallelStrategy):
         self._options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
         self.num_nodes = 1
         """Hosts of the job, as given to the Trainer, which sets it."""
+        self._begin_without_runs()
+
+    def _begin_without_runs(self) -> None:
+        """Make what _OF_RUNS names."""
         self._connection: Connection | None = None
         self._job: Job | None = None
         self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
@@ -160,6 +176,17 @@ class HolmesStrategy(ParallelStrategy):
         self._manager = CheckpointManager(
             distributed=self._options.save_distributed_checkpoint, background=self._options.async_checkpoint
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle of a trainer has the arguments and Lightning's state, and joins its job anew."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_RUNS} | {"_launcher": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin_without_runs()
+        if self.cluster_environment is not None:
+            self._configure_launcher()
 
     # what there is
 
@@ -368,10 +395,10 @@ class HolmesStrategy(ParallelStrategy):
 
         Lightning calls it after a run and after an exception, also where that came from :meth:`setup` or before.
         """
+        publish_coordinate(None)
         with self._explaining():
             self._undo.close()
         self._builder = None
-        publish_coordinate(None)
         if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()

@@ -1,16 +1,22 @@
 """What lies between a strategy's runs: what an ended fit still tells, and what a set-up that failed leaves behind."""
 
+import copy
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from launch import launch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.commands.convert import main as convert
+from lightning_holmes.errors import ConfigurationError, HolmesError
 
 
 class Stack(pl.LightningModule):
@@ -36,17 +42,17 @@ class Broken(Stack):
         raise RuntimeError("planned failure")
 
 
-def make_trainer(strategy: HolmesStrategy) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def make_trainer(strategy: HolmesStrategy, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=strategy, **defaults | options)
 
 
 def loader() -> DataLoader[Any]:
@@ -89,3 +95,75 @@ def test_a_set_up_that_fails_half_way_is_undone_and_the_next_run_is_a_whole_one(
     again = Stack()
     trainer.fit(again, loader())
     assert trainer.global_step == 4 and strategy.plan.num_stages == 1
+
+
+def test_a_start_that_fails_leaves_the_environment_as_it_was() -> None:
+    before = dict(os.environ)
+    with pytest.raises(ConfigurationError, match="pipeline_parallel_size=3"):
+        make_trainer(HolmesStrategy(pipeline_parallel_size=3)).fit(Stack(), loader())
+    with pytest.raises(RuntimeError, match="planned failure"):
+        make_trainer(HolmesStrategy()).fit(Broken(), loader())
+    make_trainer(HolmesStrategy()).fit(Stack(), loader())
+    assert dict(os.environ) == before
+
+
+def copies(_: Any) -> list[int]:
+    """On each rank: the steps of copies of a trainer that was new, has trained and has failed."""
+    steps, size = [], int(os.environ["WORLD_SIZE"])
+    for state in ("new", "has trained", "has failed"):
+        trainer = make_trainer(HolmesStrategy(pipeline_parallel_size=size), devices=size)
+        if state == "has trained":
+            trainer.fit(Stack(), loader())
+        if state == "has failed":
+            with pytest.raises(RuntimeError, match="planned failure"):
+                trainer.fit(Broken(), loader())
+        for again in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+            assert type(again.strategy) is HolmesStrategy and again.strategy is not trainer.strategy
+            again.fit(Stack(), loader())
+            steps.append(again.global_step)
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_is_copied_and_pickled(world_size: int) -> None:
+    assert launch(world_size, "test_runs:copies") == [[4] * 6] * world_size
+
+
+def test_a_checkpoint_without_optimizer_states_is_resumed_as_in_lightning(tmp_path: Path) -> None:
+    trainer = make_trainer(HolmesStrategy())
+    trainer.fit(Stack(), loader())
+    checkpoint = saved(trainer, tmp_path / "whole.ckpt")
+    torch.save(checkpoint | {"optimizer_states": []}, tmp_path / "without.ckpt")
+    convert([str(tmp_path / "without.ckpt"), str(tmp_path / "folder.ckpt")])
+    convert([str(tmp_path / "folder.ckpt"), str(tmp_path / "again.ckpt")])
+    ends = []
+    for strategy in ("auto", HolmesStrategy(), HolmesStrategy(), HolmesStrategy()):
+        name = ["without", "without", "folder", "again"][len(ends)]
+        torch.manual_seed(1)
+        module = Stack()
+        resumed = make_trainer(strategy, max_epochs=2)  # type: ignore[arg-type]
+        torch.manual_seed(2)
+        resumed.fit(module, loader(), ckpt_path=tmp_path / f"{name}.ckpt")
+        ends.append(module.state_dict())
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0])
+
+
+def test_a_plan_lies_inside_of_a_checkpoint_and_is_taken_from_there(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        HolmesStrategy(num_microbatches=2), enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path / "kept")]
+    )
+    trainer.fit(Stack(), loader())
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=0-step=4.ckpt"]
+    (one,) = (tmp_path / "kept").iterdir()
+    convert([str(one), str(tmp_path / "folder.ckpt")])
+    convert([str(tmp_path / "folder.ckpt"), str(tmp_path / "again.ckpt")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.ckpt", "folder.ckpt", "kept"]
+    for path in (one, tmp_path / "folder.ckpt", tmp_path / "again.ckpt"):
+        again = make_trainer(HolmesStrategy(plan=str(path)), max_epochs=2)
+        again.fit(Stack(), loader(), ckpt_path=path)
+        assert isinstance(again.strategy, HolmesStrategy)
+        assert again.global_step == 8 and again.strategy.plan.num_microbatches == 2
+    torch.save({"state_dict": {}}, tmp_path / "none.ckpt")
+    with pytest.raises(ConfigurationError, match="without a plan"):
+        HolmesStrategy(plan=str(tmp_path / "none.ckpt"))
