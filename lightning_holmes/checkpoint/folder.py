@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -21,23 +21,19 @@ from torch import Tensor
 from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
 from lightning_holmes.checkpoint.restricted import load_bytes
+from lightning_holmes.checkpoint.torch_file import Outlet, save_to
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.torch_private import storage_info
 
 
-class _Checked:
+class _Checked(Outlet):
     """A file that is written with a running checksum."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.crc32 = 0
+    crc32 = 0
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+        return super().write(data)
 
 
 @contextlib.contextmanager
@@ -74,7 +70,7 @@ def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntr
                 dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
                 value = compact(value)
             with _without_torchs_checksums():
-                torch.save(value, cast(IO[bytes], checked))
+                save_to(checked, value)
             entries[name] = known[place] = ValueEntry(
                 file=path.name,
                 offset=offset,

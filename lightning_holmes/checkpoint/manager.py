@@ -26,8 +26,9 @@ from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_syst
 from lightning_holmes.checkpoint.loading import load_folder, load_plain
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, share_of
-from lightning_holmes.checkpoint.saving import TOPICS, FolderSave
+from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
+from lightning_holmes.checkpoint.torch_file import Outlet, save_to
 from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_holmes.torch_private import default_store
 
@@ -179,19 +180,31 @@ class CheckpointManager:
         )
 
     def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
-        """Write ``checkpoint``, whole on rank 0, as one file that plain Lightning reads."""
-        if job.rank != 0:
-            return
-        self._writer.wait()
+        """Write ``checkpoint``, whole on rank 0, as one file that plain Lightning reads. All ranks must call.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write it, or, in the background, the one before it.
+        """
         target = _local(os.fspath(path))
-        if background:
+        if background and job.rank == 0:
             checkpoint = copy.deepcopy(checkpoint)
 
         def write() -> None:
-            with atomic.writing(target) as temporary:
-                torch.save(checkpoint, temporary)
+            try:
+                with atomic.writing(target) as temporary, temporary.open("wb") as file:
+                    save_to(Outlet(file), checkpoint)
+            except OSError as error:
+                raise CheckpointError(not_written(job.rank, target, error)) from None
 
-        self._writer.run(write, background=background)
+        problem = ""
+        if job.rank == 0:
+            try:
+                self._writer.run(write, background=background)
+            except CheckpointError as error:
+                problem = str(error)
+        problem = job.broadcast(problem)
+        if problem:
+            raise CheckpointError(problem)
 
     def remove(self, job: Job, path: Any) -> None:
         """Remove a checkpoint of either format, once what is being written is whole. All ranks must call."""

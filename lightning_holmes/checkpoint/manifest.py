@@ -6,15 +6,16 @@ pickle; it is written for other tools and never read here.
 """
 
 import json
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lightning_holmes.errors import CheckpointError
+from lightning_holmes.cluster.record import read_json, record
+from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -25,6 +26,7 @@ FORMAT = "lightning_holmes checkpoint 1"
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file of the folder. ``file_system`` numbers the file systems of the job; None: the file is on each of them."""
@@ -34,6 +36,7 @@ class FileEntry:
     host: str = ""
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueEntry:
     """Where a value was saved by torch.save: ``length`` bytes of ``file`` from ``offset`` on. A value that is no
@@ -47,6 +50,7 @@ class ValueEntry:
     shape: tuple[int, ...] = ()
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """``state_dict[name]`` and ``optimizers[index][parameter name][key]`` are the values; ``state_dict`` is in the
@@ -58,10 +62,11 @@ class Manifest:
     optimizers: list[dict[str, dict[str, ValueEntry]]]
     rest_crc32: int
     versions: dict[str, str] = field(default_factory=dict)
+    format: str = FORMAT
 
     def to_bytes(self) -> bytes:
         """What :meth:`from_bytes` reads."""
-        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
         return body + b"\n" + f"{zlib.crc32(body):08x}\n".encode()
 
     @classmethod
@@ -73,26 +78,41 @@ class Manifest:
         """
         body, _, check = data.rstrip(b"\n").rpartition(b"\n")
         try:
-            if int(check, 16) != zlib.crc32(body):
+            if check != f"{zlib.crc32(body):08x}".encode():
                 raise ValueError("its checksum differs")
-            given = json.loads(body)
-            if given.pop("format") != FORMAT:
-                raise ValueError(f"it is not of the format {FORMAT!r}; read it with the version that wrote it")
-            files = {_plain_name(n): FileEntry(**entry) for n, entry in given.pop("files").items()}
-            return cls(
-                files=files,
-                state_dict=_values(given.pop("state_dict"), files),
-                optimizers=[{n: _values(v, files) for n, v in o.items()} for o in given.pop("optimizers")],
-                **given,
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            manifest = read_json(cls, body, source=MANIFEST)
+            manifest.check()
+        except (ValueError, ConfigurationError) as error:
             raise CheckpointError(f"{source} is damaged: {error}") from None
+        return manifest
+
+    def check(self) -> None:
+        """Raise ValueError for what no manifest of ours says: files elsewhere, and values outside of their files."""
+        if self.format != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT!r}; read it with the version that wrote it")
+        for name in self.files:
+            if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"it names a file outside of the folder: {name!r}")
+        for name, entry in self._values():
+            file = self.files.get(entry.file)
+            if file is None or not 0 <= entry.offset <= entry.offset + entry.length <= file.num_bytes:
+                raise ValueError(f"the bytes of {name!r} lie outside of {entry.file}")
+            if entry.dtype is not None and entry.dtype not in DTYPES:
+                raise ValueError(f"{name!r} has the unknown type {entry.dtype!r}")
+
+    def _values(self) -> Iterable[tuple[str, ValueEntry]]:
+        yield from self.state_dict.items()
+        for optimizer in self.optimizers:
+            for state in optimizer.values():
+                yield from state.items()
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
         """The manifest of a checkpoint folder. Raises CheckpointError if there is none or it is damaged."""
         path = folder / MANIFEST
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # one would wait for a pipe's writer
+                raise OSError("it is no file")
             data = path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{folder} is no whole checkpoint: {path} cannot be read ({error})") from None
@@ -124,24 +144,7 @@ def missing_files(folder: Path) -> list[str]:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
         return -1
-
-
-def _plain_name(name: str) -> str:
-    if name != Path(name).name or name in ("", ".", ".."):
-        raise ValueError(f"it names a file outside of the folder: {name!r}")
-    return name
-
-
-def _values(given: Mapping[str, Any], files: Mapping[str, FileEntry]) -> dict[str, ValueEntry]:
-    values = {}
-    for name, entry in given.items():
-        value = ValueEntry(**{**entry, "shape": tuple(entry["shape"])})
-        if value.offset < 0 or value.length < 0 or value.offset + value.length > files[value.file].num_bytes:
-            raise ValueError(f"the bytes of {name!r} lie outside of {value.file}")
-        if value.dtype is not None and value.dtype not in DTYPES:
-            raise ValueError(f"{name!r} has the unknown type {value.dtype!r}")
-        values[name] = value
-    return values
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1

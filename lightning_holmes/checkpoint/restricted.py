@@ -52,7 +52,10 @@ def is_cut_off(path: Path) -> bool:
 
 
 def damaged_records(path: Path) -> list[str]:
-    """The records of a file of torch.save whose checksum is wrong; none where torch was told to write no checksums."""
+    """The records of a file of torch.save whose checksum is wrong; none where torch was told to write no checksums, or
+    wrote as it did before version 1.6, without any."""
+    if not zipfile.is_zipfile(path) and not is_cut_off(path):
+        return []
     try:
         with zipfile.ZipFile(path) as archive:
             names = [info.filename for info in archive.infolist()]

@@ -7,11 +7,12 @@ renamed yet, a whole folder under its temporary name, where loading finds it.
 """
 
 import json
+import os
 import pickle
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class FolderSave:
                 "host": socket.gethostname(),
             }
         except Exception as error:
-            message = {"error": _failure(meeting, self.target, error)}
+            message = {"error": not_written(meeting.rank, self.target, error)}
         gathered = [json.loads(m) for m in meeting.gather("parts", json.dumps(message).encode())]
         announcement: dict[str, Any] = {"error": next((m["error"] for m in gathered if "error" in m), "")}
         if rank == 0 and not announcement["error"]:
@@ -90,7 +91,7 @@ class FolderSave:
                     atomic.write_bytes(temporary / name, data)
                 atomic.sync_folder(temporary)
             except Exception as error:
-                problem = _failure(meeting, self.target, error)
+                problem = not_written(meeting.rank, self.target, error)
         problems = [p.decode() for p in meeting.gather("ready", problem.encode())] if len(systems.leaders) > 1 else []
         if rank == 0:
             problem = next((p for p in problems if p), problem)
@@ -98,7 +99,7 @@ class FolderSave:
                 try:
                     atomic.replace(temporary, self.target)
                 except Exception as error:
-                    problem = _failure(meeting, self.target, error)
+                    problem = not_written(meeting.rank, self.target, error)
         problem = meeting.announce("commit", problem.encode()).decode()
         if problem:
             raise CheckpointError(problem)
@@ -136,12 +137,14 @@ class FolderSave:
         )
         common[METADATA] = dcp_metadata(manifest)
         files |= {name: FileEntry(num_bytes=len(data)) for name, data in common.items()}
-        common[MANIFEST] = manifest.to_bytes()
+        common[MANIFEST] = replace(manifest, files=files).to_bytes()
         return common
 
 
-def _failure(meeting: Meeting, target: Path, error: BaseException) -> str:
+def not_written(rank: int, target: Path, error: BaseException) -> str:
+    """What to say where a rank could not write a checkpoint of either format."""
+    left = "the checkpoint before it is still there" if os.path.lexists(target) else "nothing is left of it"
     return (
-        f"{target} could not be written by rank {meeting.rank} on host {socket.gethostname()}: "
-        f"{type(error).__name__}: {error}; the checkpoint before it is still there"
+        f"{target} could not be written by rank {rank} on host {socket.gethostname()}: "
+        f"{type(error).__name__}: {error}; {left}"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 import pickle
 import shutil
 import zipfile
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_holmes.checkpoint import CheckpointManager, Job, load_module_state
-from lightning_holmes.checkpoint.converting import open_source, write_file
+from lightning_holmes.checkpoint.converting import open_source, write_file, write_folder
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.checkpoint.folder import FolderStateDict
@@ -222,6 +223,46 @@ def test_flipped_bits_of_a_files_tensors_are_noticed(file: Path) -> None:
             read_all(file)
         with pytest.raises(CheckpointError, match="checksum"):
             open_source(file)
+
+
+@pytest.mark.parametrize("what", [b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"7", b"\xff"], ids=lambda w: repr(w[:6]))
+def test_a_manifest_that_says_something_else_is_damaged(folder: Path, what: bytes) -> None:
+    """Behind a checksum that is right."""
+    (folder / MANIFEST).write_bytes(what + f"\n{zlib.crc32(what):08x}\n".encode())
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        read_all(folder)
+
+
+def test_a_manifest_is_cut_anywhere(folder: Path) -> None:
+    whole = (folder / MANIFEST).read_bytes()
+    for length in range(0, len(whole) - 1, 7):
+        with pytest.raises(CheckpointError):
+            Manifest.from_bytes(whole[:length], "cut")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "meta.pt", "__0_0.distcp"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, name: str) -> None:
+    if name != MANIFEST:  # forged to be as long as a pipe is
+        text = (folder / MANIFEST).read_bytes().split(b"\n")[0]
+        text = text.replace(b'"num_bytes":%d' % (folder / name).stat().st_size, b'"num_bytes":0')
+        (folder / MANIFEST).write_bytes(text + f"\n{zlib.crc32(text):08x}\n".encode())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError):
+        read_all(folder)
+    with pytest.warns(UserWarning, match="is torn"):
+        assert whole_checkpoints({str(folder)}, folder.parent) == set()
+
+
+def test_a_file_of_torchs_older_format_is_read_and_converted(file: Path, tmp_path: Path) -> None:
+    old, again = tmp_path / "old.ckpt", tmp_path / "again.ckpt"
+    torch.save(torch.load(file), old, _use_new_zipfile_serialization=False)
+    write_folder(open_source(old), again)
+    for found in (read_all(old), read_all(again)):
+        assert all(torch.equal(value, found[name]) for name, value in read_all(file).items())
+    old.write_bytes(old.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_all(old)
 
 
 def test_no_checkpoint_is_one_message_and_still_pythons_own_error(tmp_path: Path) -> None:

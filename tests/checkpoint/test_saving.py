@@ -1,6 +1,8 @@
 """A save by several ranks: whole on every file system or not at all; threads stand in for the ranks."""
 
 import os
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.checkpoint import atomic, saving
+from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, read_state_dict, saving
+from lightning_holmes.checkpoint.converting import open_source, write_file
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.manifest import Manifest, missing_files
@@ -98,6 +101,41 @@ def test_one_rank_that_cannot_write_is_named_everywhere_and_the_old_one_stays(
     for error in save(roots, "bad", 2.0):
         assert isinstance(error, CheckpointError) and "rank 2" in str(error) and "No space left" in str(error)
     assert value_of(tmp_path / "last.ckpt", 3) == 1.0 and os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 128 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
+def test_a_full_disk_is_named_and_what_was_saved_before_stays(distributed: bool, small_disk: Path) -> None:
+    manager, path = CheckpointManager(distributed=distributed, background=False), small_disk / "some.ckpt"
+
+    def save_weights(numel: int) -> None:
+        checkpoint: dict[str, Any] = {"state_dict": {"a": torch.ones(100), "b": torch.ones(numel)}}
+        if distributed:
+            names: dict[str, Any] = {"order": ["a", "b"], "parameters": frozenset("ab")}
+            manager.save_folder(Job(), checkpoint, path, **names, plan="", assigned=False, background=False)
+        else:
+            manager.save_plain(Job(), checkpoint, path, background=False)
+
+    with pytest.raises(CheckpointError, match="No space left on device; nothing is left of it"):
+        save_weights(10**6)
+    assert os.listdir(small_disk) == []
+    save_weights(4)
+    with pytest.raises(CheckpointError, match="No space left on device; the checkpoint before it is still there"):
+        save_weights(10**6)
+    assert os.listdir(small_disk) == ["some.ckpt"] and len(read_state_dict(path)["b"]) == 4
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(OSError, match="No space left"):
+        write_file(open_source(path), small_disk / "again.ckpt")
 
 
 def test_each_file_system_has_its_part_and_the_whole_index(tmp_path: Path) -> None:
