@@ -171,13 +171,7 @@ class RunCheckpoints:
                 f"storage_options={storage_options!r} is for a CheckpointIO, and a checkpoint folder uses none; set "
                 f"save_distributed_checkpoint=False"
             )
-        state = self.module.state_dict(keep_vars=True)
-        about: dict[str, Any] = {
-            "order": list(state),
-            "parameters": frozenset(n for n, value in state.items() if isinstance(value, nn.Parameter)),
-            "plan": plan,
-            "assigned": is_sharded,
-        }
+        about = _names(self.module) | {"plan": plan, "assigned": is_sharded}
         if failed:
             try:
                 self.manager.save_in_distress(member, checkpoint, path, **about)
@@ -236,3 +230,17 @@ class RunCheckpoints:
         # Lightning does it when it makes the loaders, but here, and wherever ``estimated_stepping_batches`` is asked for,
         # they were made, and their first pass begun, before it knew the states
         restore_loaders(fit.trainer.fit_loop)
+
+
+def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.LightningModule) -> None:
+    """Save a module of which nothing has been run yet, and which this process has whole, as a folder."""
+    manager = checkpoints.CheckpointManager(distributed=True, background=False)
+    manager.save_folder(
+        checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=False, background=False
+    )
+
+
+def _names(module: pl.LightningModule) -> dict[str, Any]:
+    """What a folder says of a module's state: the names in order, and which are parameters."""
+    state = module.state_dict(keep_vars=True)
+    return {"order": list(state), "parameters": frozenset(n for n, v in state.items() if isinstance(v, nn.Parameter))}

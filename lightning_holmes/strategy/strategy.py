@@ -44,7 +44,7 @@ from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import admission, agreement, collectives
 from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.checkpointing import RunCheckpoints
+from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.workers import seeded_workers
 from lightning_holmes.strategy.connection import Connection
@@ -509,7 +509,7 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def _checkpoints(self) -> RunCheckpoints | None:
-        """None before the job is joined: Lightning's own ways do, for a module that nothing has been done with."""
+        """None before the job is joined: Lightning's own ways do, but for a folder, where one is asked for."""
         if self._job is None or self.lightning_module is None:
             return None
         return RunCheckpoints(
@@ -536,8 +536,13 @@ class HolmesStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
         ours = self._checkpoints
-        save = super().save_checkpoint if ours is None else ours.save
-        save(checkpoint, filepath, storage_options)
+        if ours is not None:
+            ours.save(checkpoint, filepath, storage_options)
+        elif self._options.save_distributed_checkpoint is not True:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            assert self.lightning_module is not None
+            save_folder_alone(checkpoint, filepath, self.lightning_module)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint; all ranks must call."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.checkpoint import read_state_dict
+from lightning_holmes.checkpoint.finding import is_folder
 from lightning_holmes.commands.convert import main as convert
 from lightning_holmes.errors import ConfigurationError, HolmesError
 
@@ -84,6 +86,14 @@ def test_a_module_that_was_never_run_is_saved_as_lightning_does(tmp_path: Path) 
     trainer, module = make_trainer(HolmesStrategy()), Stack()
     trainer.strategy.connect(module)
     assert set(saved(trainer, tmp_path / "new.ckpt")["state_dict"]) == set(module.state_dict())
+
+
+def test_a_module_that_was_never_run_is_saved_as_a_folder_where_one_is_asked_for(tmp_path: Path) -> None:
+    trainer, module = make_trainer(HolmesStrategy(save_distributed_checkpoint=True)), Stack()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    state = read_state_dict(tmp_path / "new.ckpt")
+    assert is_folder(tmp_path / "new.ckpt") and list(state) == list(module.state_dict())
 
 
 def test_a_set_up_that_fails_half_way_is_undone_and_the_next_run_is_a_whole_one() -> None:
