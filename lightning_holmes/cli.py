@@ -39,7 +39,6 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.checkpoint import load_whole_state, read_state_dict
-from lightning_holmes.checkpoint.finding import folder_refusal, is_folder
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
@@ -290,10 +289,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def find_users_error(error: BaseException | None) -> BaseException | None:
     """The error of ours, or of Lightning in what its Trainer was given, that this one is or was raised from: jsonargparse
-    wraps what a constructor raises. Of other strategies, that they were given one of our checkpoint folders."""
+    wraps what a constructor raises."""
     while error is not None and not isinstance(error, HolmesError | MisconfigurationException):
-        if isinstance(error, IsADirectoryError) and is_folder(error.filename):
-            return folder_refusal(error.filename)
         error = error.__cause__
     return error
 

@@ -39,10 +39,6 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint where one was asked for. The message names the path."""
 
 
-class CheckpointFolderError(CheckpointError, IsADirectoryError):
-    """A checkpoint folder was given where a file is read. The message says how to make one of it."""
-
-
 class AnomalyError(HolmesError, RuntimeError):
     """A backward gave NaN, or an infinity, under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
 

@@ -5,11 +5,13 @@ No other file imports a name with a leading underscore from them, or reads one o
 are attributes that are exchanged while a run lasts, by lightning_holmes.strategy.compat.replacements.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
@@ -21,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torchmetrics import Metric
 
@@ -72,6 +75,21 @@ def checkpoint_connector(trainer: "pl.Trainer") -> Any:
 def signal_connector(trainer: "pl.Trainer") -> Any:
     """What a trainer's signals are handled by; ``received_sigterm`` ends its loops."""
     return trainer._signal_connector
+
+
+def read_folders(is_ours: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
+    """Have ``load_from_checkpoint``, and every strategy that reads one file, get ``read(path, map_location=, weights_only=)``
+    of a path that ``is_ours``: a folder, which they would refuse. What else they read they read as before."""
+    for place in (saving, torch_io):
+        place.pl_load = _reading(place.pl_load, is_ours, read)  # type: ignore[attr-defined]
+
+
+def _reading(read_file: Callable[..., Any], is_ours: Callable[[Any], bool], read: Callable[..., Any]) -> Any:
+    @functools.wraps(read_file)
+    def load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        return (read if is_ours(path_or_url) else read_file)(path_or_url, *args, **kwargs)
+
+    return load
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: "pl.Trainer") -> str:

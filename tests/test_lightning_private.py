@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -115,6 +117,25 @@ def test_a_checkpoint_is_found_by_methods_that_objects_may_have_of_their_own(
     assert found == [(trainer, {last}), ([], "last", last)]
     assert set_up
     assert private.checkpoint_folder(ModelCheckpoint(), trainer_for(tmp_path)) == str(tmp_path / "checkpoints")
+
+
+def test_files_are_opened_by_one_function_that_two_modules_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (saving, torch_io):
+        monkeypatch.setattr(place, "pl_load", place.pl_load)  # as it is now, afterwards
+    asked: list[Any] = []
+
+    def read(path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+        asked.append((path, callable(map_location), weights_only))
+        return {"state_dict": BoringModel().state_dict(), "pytorch-lightning_version": pl.__version__}
+
+    private.read_folders(lambda path: path == str(tmp_path), read)
+    BoringModel.load_from_checkpoint(str(tmp_path), weights_only=True)
+    torch_io.TorchCheckpointIO().load_checkpoint(str(tmp_path))
+    assert asked == [(str(tmp_path), True, True), (str(tmp_path), True, None)]
+    torch.save({"a": 1}, tmp_path / "file")
+    assert torch_io.TorchCheckpointIO().load_checkpoint(tmp_path / "file") == {"a": 1} and len(asked) == 2
 
 
 def test_signals_are_handled_by_methods_that_a_connector_may_have_of_its_own(tmp_path: Path) -> None:

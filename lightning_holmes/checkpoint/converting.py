@@ -1,12 +1,14 @@
 """From one format to another, a value at a time: folders, plain files, and safetensors as Hugging Face has them.
 
 write_file(open_source(Path("last.ckpt")), Path("plain.ckpt"))
+read_whole(Path("last.ckpt"))       # what torch.load gives for plain.ckpt
 """
 
 import io
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from lightning_holmes.checkpoint.restricted import damaged_records, load_file
 from lightning_holmes.checkpoint.saving import FolderSave
 from lightning_holmes.checkpoint.torch_file import read_tensor, records_of, write_streamed
 from lightning_holmes.errors import CheckpointError
+from lightning_holmes.pipeline import tree
 
 Advance = Callable[[int], None]
 
@@ -71,8 +74,8 @@ class Source:
         return value
 
 
-def open_source(path: Path) -> Source:
-    """Open a checkpoint of either format.
+def open_source(path: Path, *, weights_only: bool = True) -> Source:
+    """Open a checkpoint of either format. ``weights_only=False`` is for a folder that is trusted.
 
     Raises:
         CheckpointError: it is damaged or torn.
@@ -80,10 +83,10 @@ def open_source(path: Path) -> Source:
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    return _open_folder(path) if path.is_dir() else _open_file(path)
+    return _open_folder(path, weights_only) if path.is_dir() else _open_file(path)
 
 
-def _open_folder(path: Path) -> Source:
+def _open_folder(path: Path, weights_only: bool) -> Source:
     torn = missing_files(path)
     manifest = Manifest.load(path) if not torn else None
     if manifest is None:
@@ -94,7 +97,7 @@ def _open_folder(path: Path) -> Source:
         raise CheckpointError(
             f"{path} lacks {', '.join(missing[:3])}, written on the hosts {hosts}: copy them here first"
         )
-    checkpoint = load_folder(path, 0, lambda value: [value], weights_only=True)
+    checkpoint = load_folder(path, 0, lambda value: [value], weights_only=weights_only)
     reader = FolderReader(manifest, path)
 
     def item(name: Value, entry: Any) -> Item:
@@ -122,7 +125,7 @@ def _open_file(path: Path) -> Source:
     checkpoint = load_file(path)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning's: it has no state_dict")
-    records = records_of(path, checkpoint)
+    records = records_of(path, checkpoint) if zipfile.is_zipfile(path) else {}
     rest = dict(checkpoint)
     plan = resume.take_plan(rest)
     state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
@@ -182,15 +185,7 @@ def write_file(source: Source, target: Path) -> None:
             items[id(blank)] = item
         return blanks[item.place]
 
-    checkpoint = dict(source.rest)
-    resume.add_plan(checkpoint, source.plan)
-    checkpoint["state_dict"] = {
-        name[1]: stand_in(item) for name, item in source.items.items() if name[0] == "state_dict"
-    }
-    if source.groups is not None:
-        checkpoint["optimizer_states"] = [
-            _numbered(source, index, groups, stand_in) for index, groups in enumerate(source.groups)
-        ]
+    checkpoint = _assembled(source, stand_in)
 
     def read(tensor: Tensor) -> Tensor | None:
         item = items.get(id(tensor))
@@ -200,15 +195,55 @@ def write_file(source: Source, target: Path) -> None:
         write_streamed(temporary, checkpoint, read)
 
 
+def read_whole(folder: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """What torch.load would give if plain Lightning had saved; its arguments are torch.load's, too.
+
+    Raises:
+        CheckpointError: it is damaged or torn, or holds more than tensors and plain data, and ``weights_only`` is not
+            False.
+    """
+    source = open_source(Path(folder), weights_only=weights_only is not False)
+    values: dict[Any, Any] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        place = map_location
+        if callable(place):
+            storage = place(tensor.untyped_storage(), "cpu")
+            place = None if storage is None else storage.device
+        elif isinstance(place, Mapping):
+            place = place.get("cpu")
+        return tensor if place is None else tensor.to(place)
+
+    def value(item: Item) -> Any:
+        if item.place not in values:
+            values[item.place] = tree.map_tensors(moved, item.read())
+        return values[item.place]
+
+    return _assembled(replace(source, rest=tree.map_tensors(moved, source.rest)), value)
+
+
+def _assembled(source: Source, value_of: Callable[[Item], Any]) -> dict[str, Any]:
+    """A checkpoint as plain Lightning has it."""
+    checkpoint = dict(source.rest)
+    resume.add_plan(checkpoint, source.plan)
+    state_dict = {name[1]: value_of(item) for name, item in source.items.items() if name[0] == "state_dict"}
+    checkpoint["state_dict"] = state_dict
+    if source.groups is not None:
+        checkpoint["optimizer_states"] = [
+            _numbered(source, index, groups, value_of) for index, groups in enumerate(source.groups)
+        ]
+    return checkpoint
+
+
 def _numbered(
-    source: Source, index: int, groups: list[dict[str, Any]], stand_in: Callable[[Item], Any]
+    source: Source, index: int, groups: list[dict[str, Any]], value_of: Callable[[Item], Any]
 ) -> dict[str, Any]:
     """An optimizer's state as plain Lightning has it: parameters by their place in all groups."""
     places = {str(name): place for place, name in enumerate(n for g in groups for n in g["params"])}
     state: dict[int, dict[str, Any]] = {}
     for name, item in source.items.items():
         if name[0] == f"optimizer_{index}":
-            state.setdefault(places[name[2]], {})[name[3]] = stand_in(item)
+            state.setdefault(places[name[2]], {})[name[3]] = value_of(item)
     numbers = iter(range(len(places)))
     described = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in groups]
     return {"state": dict(sorted(state.items())), "param_groups": described}

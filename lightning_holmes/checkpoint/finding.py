@@ -12,19 +12,14 @@ from typing import Any
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, missing_files
 from lightning_holmes.checkpoint.restricted import is_cut_off
-from lightning_holmes.errors import CheckpointFolderError
 
 
 def is_folder(path: Any) -> bool:
     """Whether ``path`` is a checkpoint folder of ours, whole or torn."""
-    return os.path.isdir(path) and any((Path(path) / name).exists() for name in (MANIFEST, METADATA))
-
-
-def folder_refusal(path: str) -> CheckpointFolderError:
-    """What to say where a folder of ours was given to something that reads a file."""
-    return CheckpointFolderError(
-        f"{path} is a checkpoint folder of lightning_holmes, which holds one part for each rank. Make one ordinary file "
-        f"of it: lightning-holmes convert {path} {path.rstrip('/').removesuffix('.ckpt')}-plain.ckpt"
+    return (
+        isinstance(path, str | os.PathLike)
+        and os.path.isdir(path)
+        and any((Path(path) / name).exists() for name in (MANIFEST, METADATA))
     )
 
 
