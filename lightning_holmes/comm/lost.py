@@ -4,24 +4,47 @@
         work.wait()
 
 The libraries say "Connection closed by peer" or "Timed out waiting 1800000ms for recv operation to complete", which does
-not tell a person where to look.
+not tell a person where to look. A user's own code may say the same, of a data base: it counts where it was raised.
 """
 
 import contextlib
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lightning_holmes.errors import ConnectionLostError, HolmesError, UnreachableError
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (
+    os.path.dirname(dist.__file__) + os.sep,
+    *(f"{_PACKAGE}{part}{os.sep}" for part in ("comm", "optim", "pipeline", "checkpoint")),
+)
+"""Whose code waits for connections."""
 _WORDS = ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 
 
 def is_lost(exception: BaseException) -> bool:
     """Whether an exception is that of a connection that broke, timed out, or could not be made."""
-    if isinstance(exception, (dist.DistError, ConnectionError, ConnectionLostError, UnreachableError)):
+    if isinstance(exception, (dist.DistError, ConnectionLostError, UnreachableError)):
         return True
-    return isinstance(exception, RuntimeError) and any(word in str(exception) for word in _WORDS)
+    said = isinstance(exception, RuntimeError) and any(word in str(exception) for word in _WORDS)
+    return (said or isinstance(exception, ConnectionError)) and _is_of_libraries(exception)
+
+
+def _is_of_libraries(exception: BaseException) -> bool:
+    """Whether it came out of torch.distributed or of what waits for it here; torch's other code is between these and others."""
+    for frame, _ in reversed(list(traceback.walk_tb(exception.__traceback__))):
+        file = frame.f_code.co_filename
+        if file.startswith(_LIBRARIES):
+            return True
+        if not file.startswith(_TORCH):
+            return False
+    return False
 
 
 @contextlib.contextmanager

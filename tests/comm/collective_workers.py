@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from lost_connections import raise_in
 
 from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Named, SyncGroups
@@ -99,7 +100,7 @@ class Broken:
     name = "broken"
 
     def sum(self, tensor: torch.Tensor) -> None:
-        raise RuntimeError("Connection closed by peer [10.0.0.1]:4242")
+        raise_in(dist, "Connection closed by peer [10.0.0.1]:4242")
 
     scatter = gather = sum
 

@@ -1,6 +1,8 @@
 import threading
 
 import pytest
+import torch.distributed as dist
+from lost_connections import raise_in
 
 from lightning_holmes.comm import failure
 from lightning_holmes.errors import RemoteError
@@ -102,6 +104,8 @@ def test_rank_0_whose_process_holds_the_store_stays_until_all_know_who_failed_fi
     for thread in ended:
         thread.join(60)
     assert not any(thread.is_alive() for thread in ended)
-    explained = last.explain(RuntimeError("Connection closed by peer [127.0.0.1]:4242"))
+    with pytest.raises(RuntimeError) as lost:
+        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
+    explained = last.explain(lost.value)
     assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: on rank 1" in str(explained)
     last.stop()
