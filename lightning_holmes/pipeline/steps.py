@@ -22,7 +22,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepRes
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.plan.schedule import make_schedule, rank_of_stage
+from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
@@ -59,7 +59,9 @@ class StepDriver:
         self.pipeline = pipeline
         self.p2p = p2p
         self.tensor_p2p = tensor_p2p
-        self.schedule = schedule
+        # on one rank with one stage those with chunks have no meaning
+        alone = (p2p is None or p2p.size == 1) and num_chunks == 1 and spec_of(schedule).is_chunked
+        self.schedule = "1f1b" if alone else schedule
         self.num_chunks = num_chunks
         self.device = device
         self.broadcast_batch = broadcast_batch
@@ -117,7 +119,7 @@ class StepDriver:
         state = self._state_signature()
         run = Microbatches(
             schedule=make_schedule(
-                self.schedule if self.pipeline_parallel_size > 1 else "gpipe",
+                self.schedule,
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 num_microbatches=count,
                 num_chunks=self.num_chunks,

@@ -55,8 +55,9 @@ class RankMemory:
 @lru_cache(maxsize=4096)
 def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
     """For each stage, the microbatches it holds when its rank holds the most."""
-    closed_form = spec_of(schedule).in_flight
-    if closed_form is not None and (num_chunks == 1 or num_microbatches % ranks == 0):
+    spec = spec_of(schedule)
+    closed_form = spec.in_flight
+    if closed_form is not None and (num_chunks == 1 or spec.is_layered or num_microbatches % ranks == 0):
         return closed_form(ranks, num_microbatches, num_chunks)
     made = make_schedule(
         schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks

@@ -13,6 +13,7 @@ Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adaptin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -59,13 +60,25 @@ class Partition:
     def layers_of(self, stage: int) -> range:
         """The indices of the layers that a stage holds."""
         assert 0 <= stage < self.num_stages, stage
-        first = sum(self.layer_counts[:stage])
-        return range(first, first + self.layer_counts[stage])
+        return _ranges(self.layer_counts)[stage]
 
     def stage_of(self, layer: int) -> int:
         """The stage that holds a layer."""
-        assert 0 <= layer < self.num_layers, layer
-        return next(stage for stage in range(self.num_stages) if layer in self.layers_of(stage))
+        assert layer >= 0, layer
+        return _stages(self.layer_counts)[layer]
+
+
+@functools.lru_cache(maxsize=64)
+def _ranges(layer_counts: tuple[int, ...]) -> tuple[range, ...]:
+    """The layers of each stage. Steps ask at every layer."""
+    ends = list(itertools.accumulate(layer_counts))
+    return tuple(range(end - count, end) for end, count in zip(ends, layer_counts, strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(layer_counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The stage of each layer."""
+    return tuple(stage for stage, count in enumerate(layer_counts) for _ in range(count))
 
 
 def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:

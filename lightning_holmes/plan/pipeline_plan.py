@@ -24,6 +24,7 @@ from lightning_holmes.plan.search.planner import search
 from lightning_holmes.plan.self_adapting import Balance, solve
 
 _MICROBATCHES_PER_RANK = 4
+_LAYERED_CHUNKS = 4  # of a breadth-first pipeline whose costs are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +56,24 @@ def plan_by_count(
         reason: why no costs are known; noted where they would have decided something.
     """
     size = pipeline_parallel_size
-    chunks = options.num_chunks if options.num_chunks != "auto" else options.chunks_of_counts(size) or 1
     notes = []
-    if isinstance(options.partition, str) and options.partition != "uniform" and size > 1:
+    chunks = options.num_chunks if options.num_chunks != "auto" else options.chunks_of_counts(size)
+    by_count = options.partition == "uniform"
+    if chunks is None and options.is_layered:
+        by_count = False
+        most = max(1, (num_layers - len(set(forbidden_cuts))) // size)
+        chunks = most if size == 1 else min(_LAYERED_CHUNKS, most)
+        what = "a layer a stage" if chunks == num_layers else "as many stages as can be without losing a value"
+        notes.append(f"num_chunks: {chunks}, {what if size == 1 else 'by count'}")
+    chunks = chunks or 1
+    if not isinstance(options.partition, str):
+        partition = make_partition(options.partition, num_layers, size * chunks)
+    elif by_count or size * chunks == 1:
+        partition = make_partition("uniform", num_layers, size * chunks)
+    else:
         partition = _even(num_layers, size, chunks, forbidden_cuts)
         why = f", since {reason}" if reason else ""
         notes.append(f"partition: {', '.join(map(str, partition.layer_counts))} layers, by count{why}")
-    else:
-        partition = make_partition("uniform" if size == 1 else options.partition, num_layers, size * chunks)
     count = 1 if options.num_microbatches == "auto" else options.num_microbatches
     if options.num_microbatches == "auto" and size > 1:
         most = _MICROBATCHES_PER_RANK * size

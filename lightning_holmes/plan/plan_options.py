@@ -38,6 +38,11 @@ class PlanOptions:
         return 2 if self.schedule == "auto" or spec_of(self.schedule).is_chunked else 1
 
     @property
+    def is_layered(self) -> bool:
+        """Whether a schedule was named under which all microbatches pass a stage before the next one."""
+        return self.schedule != "auto" and spec_of(self.schedule).is_layered
+
+    @property
     def placing_schedule(self) -> str:
         """A schedule that places stages as the run's will: those that are chosen by themselves go round and round."""
         return "interleaved_1f1b" if self.schedule == "auto" else self.schedule

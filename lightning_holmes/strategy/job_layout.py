@@ -94,7 +94,7 @@ def lay_out_job(
     Raises:
         ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
     """
-    tensor_parallel_size, num_chunks = asked.tensor_parallel_size, asked.num_chunks
+    tensor_parallel_size = asked.tensor_parallel_size
     notes = []
     if asked.pipeline_parallel_size == "auto":
         size, reason = choose_pipeline_size(topology, tensor_parallel_size)
@@ -108,9 +108,10 @@ def lay_out_job(
         pipeline_parallel_size=size,
         tensor_parallel_size=tensor_parallel_size,
     )
-    if size == 1 and num_chunks != "auto" and num_chunks > 1:
+    if size == 1 and asked.num_chunks != "auto" and asked.num_chunks > 1 and not asked.is_layered:
         raise ConfigurationError(
-            f"num_chunks={num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1"
+            f"num_chunks={asked.num_chunks} needs a pipeline of two or more ranks, but pipeline_parallel_size is 1; one rank "
+            f'holds several stages with schedule="breadth_first"'
         )
     crossing = crossing_groups(placement, topology)
     if crossing:

@@ -245,7 +245,7 @@ def check_layout(
     spec = SCHEDULES[schedule]
     if num_chunks != "auto" and num_chunks > 1 and not spec.is_chunked:
         raise ConfigurationError(
-            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" (or "auto"), not {schedule!r}'
+            f'num_chunks={num_chunks} needs schedule="interleaved_1f1b" or "breadth_first" (or "auto"), not {schedule!r}'
         )
     if num_chunks not in ("auto", 1) and spec.chunks(num_chunks) != num_chunks:
         raise ConfigurationError(

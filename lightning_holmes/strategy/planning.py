@@ -104,8 +104,8 @@ def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
 
 
 def show_plan(plan: Plan, pipeline: PipelineModule, job: Job) -> None:
-    """Print the plan on rank 0 of several, with the parameters of each stage."""
-    if job.connection.rank != 0 or job.connection.world_size == 1:
+    """Print the plan on rank 0 of several, or of several stages, with the parameters of each stage."""
+    if job.connection.rank != 0 or (job.connection.world_size == 1 and plan.num_stages == 1):
         return
     counts, structure = None, pipeline.structure
     if structure is not None:

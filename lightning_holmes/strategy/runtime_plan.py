@@ -46,7 +46,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
     Raises:
         HolmesError: the options do not fit the module; on every rank alike.
     """
-    structure = request.traced.structure
+    request, structure = _settle_chunks(request), request.traced.structure
     num_layers = 0 if structure is None else structure.num_layers
     choice = None
     if structure is not None:
@@ -73,6 +73,21 @@ def decide(request: PlanRequest) -> RuntimePlan:
     if structure is not None:
         structure.check_partition(plan.partition)
     return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers)
+
+
+def _settle_chunks(request: PlanRequest) -> PlanRequest:
+    """One stage a rank where layers shall run breadth-first and the module allows no more, with the reason."""
+    options, traced, layout = request.options, request.traced, request.layout
+    if not options.is_layered or options.num_chunks != "auto" or not isinstance(options.partition, str):
+        return request
+    if traced.structure is None:
+        reason = traced.reason.splitlines()[0]
+    elif traced.structure.early_changes:
+        reason = f"the step changes {traced.structure.early_changes[0]} before or between the layers"
+    else:
+        return request
+    notes = (*layout.notes, f"num_chunks: 1, so that nothing is layered: {reason}")
+    return replace(request, options=replace(options, num_chunks=1), layout=replace(layout, notes=notes))
 
 
 def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> PipelinePlan:

@@ -84,10 +84,12 @@ class HolmesStrategy(ParallelStrategy):
             exact for any step.
         schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble" (backwards split into that of the input
             and that of the weights, which fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
-            rank, down the ranks and back up), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
+            rank, down the ranks and back up), "breadth_first" (all microbatches through a stage before the next one; on one
+            pipeline rank layered gradient accumulation), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
             predicted to be the fastest, without gpipe, and from the third batch on with a split backward if the first two
             show that to be faster.
-        num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen.
+        num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen. With "breadth_first" it is a layer a
+            stage on one pipeline rank, and else what is predicted to be the fastest.
         partition: "self_adapting": layers are assigned so that the slowest stage is as fast as it can be, by the costs of the
             layers, with what runs before and after them, and the speeds of the hosts, and moved where that makes the
             simulated step faster; "proportional": in proportion to

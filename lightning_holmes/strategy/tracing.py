@@ -28,10 +28,11 @@ from lightning_holmes.strategy.admission import step_arguments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """The structure of the module, None if it runs whole and none was found; samples in a training batch."""
+    """The structure of the module, None if it runs whole and none was found, with the ``reason``; samples in a training batch."""
 
     structure: ModuleStructure | None = None
     batch_size: int | None = None
+    reason: str = ""
 
 
 def trace_module(
@@ -81,6 +82,7 @@ def _trace(
 ) -> TraceResult:
     alone = pipeline_parallel_size == 1
     may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
+    may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)
     structure: ModuleStructure | None = None
     batch_size: int | None = None
     layers = options.layers
@@ -102,9 +104,9 @@ def _trace(
         step_context = functools.partial(context, step_name)
         try:
             found = trace_step(module, step_name, arguments, layers=layers, context=step_context)
-        except Exception:
+        except Exception as error:
             if may_run_whole:
-                return TraceResult(batch_size=batch_size)
+                return TraceResult(batch_size=batch_size, reason=f"{type(error).__name__}: {error}")
             raise
         splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
         if training and splits and not found.changed_parameters:

@@ -33,7 +33,9 @@ SYNCS = ("all_reduce", "reduce_scatter", "p2p")
 """What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
 SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_v")
 """Those that split the backward; refused where a family checkpoints or its first stage is frozen."""
-CHUNKED = ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v")
+LAYERED = "breadth_first"
+"""On one pipeline rank a layer a stage, that is layered gradient accumulation."""
+CHUNKED = ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v", LAYERED)
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
 OPTIMIZERS = ("whole", "sharded")
@@ -95,6 +97,7 @@ def make_case(
     """A case and its name."""
     pipeline, replicas = layout
     chunks = 2 if schedule in CHUNKED else 1
+    chunks = 5 if schedule == LAYERED and pipeline == 1 else chunks
     parts = 4 if microbatches == "7in4" else int(microbatches)
     fit = Fit(
         family=family,
@@ -151,7 +154,7 @@ def make_cases() -> dict[str, Case]:
 
 def make_product() -> list[tuple[str, tuple[int, int], str, str, str, str, str]]:
     """Every combination of the axes that is neither refused nor without a baseline."""
-    schedules = ("none", *SCHEDULES, *SPLIT_SCHEDULES, *REORDERED)
+    schedules = ("none", *SCHEDULES, LAYERED, *SPLIT_SCHEDULES, *REORDERED)
     axes = product(FAMILIES, LAYOUTS, schedules, MICROBATCHES, ("auto", *SYNCS), OPTIMIZERS, OPTIONS)
     return [row for row in axes if makes_sense(*row)]
 
@@ -162,7 +165,7 @@ def makes_sense(
     """Whether a combination is a run with a baseline. What draws random numbers is compared with HolmesStrategy without a pipeline, and
     batch normalisation with plain Lightning on equal microbatches in one process."""
     pipeline, replicas = layout
-    if (pipeline == 1) != (schedule == "none"):
+    if (pipeline == 1 and schedule not in ("none", LAYERED)) or (pipeline > 1 and schedule == "none"):
         return False
     if replicas == 1 and (sync, optimizer) != ("auto", "whole"):
         return False
@@ -171,7 +174,7 @@ def makes_sense(
     if OPTIONS[option][0] and family not in OPTIONS[option][0]:
         return False
     if FAMILIES[family].draws:
-        return pipeline > 1 and optimizer == "whole"
+        return schedule != "none" and optimizer == "whole"
     if FAMILIES[family].microbatch_is_batch:
         return replicas == 1 and microbatches == ("4" if layout == (2, 1) else "2")
     return True

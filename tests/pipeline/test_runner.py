@@ -17,7 +17,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest
 from lightning_holmes.pipeline.runner import _Batch
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.partition import make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, Action, Op, make_schedule
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule
 
 NUM_MICROBATCHES = 3
 
@@ -131,13 +131,14 @@ def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[R
 
 
 CASES = [
-    (name, 2, 1 if name not in ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v") else 2, trains)
-    for name in SCHEDULE_NAMES
-    for trains in (True, False)
+    (name, 2, 2 if SCHEDULES[name].is_chunked else 1, trains) for name in SCHEDULE_NAMES for trains in (True, False)
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "chunks", "trains"), [*CASES, ("gpipe", 1, 1, True), ("1f1b", 4, 1, True)])
+OTHERS = [("gpipe", 1, 1, True), ("1f1b", 1, 1, True), ("1f1b", 4, 1, True), ("breadth_first", 1, 4, True)]
+
+
+@pytest.mark.parametrize(("name", "size", "chunks", "trains"), [*CASES, *OTHERS])
 def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bool) -> None:
     with pipeline_of(name, size, chunks) as (pipeline, _, batch):
         recorders = run(pipeline.drivers, batch, trains=trains)
@@ -171,10 +172,13 @@ def test_the_exchange_is_asked_where_the_schedule_says_so(name: str, chunks: int
             assert calls.index(computed[-1]) < calls.index(f"reduce {stage}") < calls.index(f"release {stage}")
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zero_bubble_v", 2)])
-def test_parameters_that_arrive_late_change_nothing(name: str, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "chunks"),
+    [("1f1b", 2, 1), ("zero_bubble_v", 2, 2), ("breadth_first", 2, 2), ("breadth_first", 1, 4)],
+)
+def test_parameters_that_arrive_late_change_nothing(name: str, size: int, chunks: int) -> None:
     """A computation that did not wait for its fetch would meet NaN."""
-    with pipeline_of(name, 2, chunks) as (pipeline, module, batch):
+    with pipeline_of(name, size, chunks) as (pipeline, module, batch):
         run(pipeline.drivers, batch, trains=True)
         found = pipeline.gradients()
     module.training_step(batch, 0).backward()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schedule_picture import format_schedule
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.memory import stage_in_flight
 from lightning_holmes.plan.schedule import (
     COMPUTE_OPS,
     RECV_OPS,
@@ -23,17 +24,21 @@ from lightning_holmes.plan.schedule import (
     validate_schedule,
 )
 from lightning_holmes.plan.schedule.schedule import around_stages
+from lightning_holmes.plan.simulator import StepCosts, simulate
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SCHEDULE_NAMES))
-    most_chunks = {"interleaved_1f1b": 4, "eager_interleaved_1f1b": 4, "zero_bubble_v": 2}.get(name, 1)
+    most_chunks = {"interleaved_1f1b": 4, "eager_interleaved_1f1b": 4, "zero_bubble_v": 2, "breadth_first": 4}.get(
+        name, 1
+    )
+    is_layered = name == "breadth_first"
     return make_schedule(
         name,
-        pipeline_parallel_size=draw(st.integers(2 if most_chunks > 1 else 1, 6)),
+        pipeline_parallel_size=draw(st.integers(2 if most_chunks > 1 and not is_layered else 1, 6)),
         num_microbatches=draw(st.integers(1, 13)),
-        num_chunks=draw(st.integers(2, most_chunks)) if most_chunks > 1 else 1,
+        num_chunks=draw(st.integers(1 if is_layered else 2, most_chunks)) if most_chunks > 1 else 1,
         forward_only=draw(st.booleans()),
     )
 
@@ -75,13 +80,16 @@ def test_sends_follow_their_computation_and_a_reduction_the_last_one_of_its_stag
 @given(schedules())
 def test_parameters_are_fetched_one_stage_ahead(schedule: Schedule) -> None:
     for actions in schedule.actions:
-        begun: list[int] = []  # stages in the order of their first computation
+        begun: list[
+            int
+        ] = []  # stages in the order of their first computation; where they are let go, of each after a pause
+        pauses = schedule.name == "breadth_first"
         fetched: list[int] = []
         for action in actions:
             if action.op is Op.FETCH:
                 fetched.append(action.stage)
                 assert len(fetched) <= len(begun) + 2, "more than one stage ahead"
-            elif action.op in COMPUTE_OPS and action.stage not in begun:
+            elif action.op in COMPUTE_OPS and action.stage not in (begun[-1:] if pauses else begun):
                 begun.append(action.stage)
                 assert fetched[: len(begun)] == begun
         assert fetched == begun
@@ -99,6 +107,51 @@ def test_what_belongs_to_a_stage_by_hand() -> None:
     ]
     three = " ".join(str(action) for action in _around(["F0", "F1", "F2", "B2", "B1", "B0"]))
     assert three == "FT0 FT1 F0.0 FT2 F1.0 F2.0 B2.0 R2 RL2 B1.0 R1 RL1 B0.0 R0 RL0"
+
+
+def test_breadth_first_by_hand() -> None:
+    """Parameters of a stage come for all microbatches' forwards and, where another stage was between, for all backwards again."""
+    layered = make_schedule("breadth_first", pipeline_parallel_size=1, num_microbatches=2, num_chunks=3)
+    assert written(layered, without=()) == [
+        "FT0 FT1 F0.0 F0.1 RL0 FT2 F1.0 F1.1 RL1 FT1 F2.0 B2.0 F2.1 B2.1 R2 RL2 FT0 B1.0 B1.1 R1 RL1 B0.0 B0.1 R0 RL0"
+    ]
+    pipeline = make_schedule("breadth_first", pipeline_parallel_size=2, num_microbatches=2, num_chunks=2)
+    assert written(pipeline, without=(*RECV_OPS, *SEND_OPS)) == [
+        "FT0 FT2 F0.0 F0.1 RL0 FT0 F2.0 F2.1 B2.0 B2.1 R2 RL2 B0.0 B0.1 R0 RL0",
+        "FT1 FT3 F1.0 F1.1 RL1 FT1 F3.0 B3.0 F3.1 B3.1 R3 RL3 B1.0 B1.1 R1 RL1",
+    ]
+    evaluation = make_schedule(
+        "breadth_first", pipeline_parallel_size=1, num_microbatches=1, num_chunks=2, forward_only=True
+    )
+    assert written(evaluation, without=()) == ["FT0 FT1 F0.0 RL0 F1.0 RL1"]
+    one = make_schedule("breadth_first", pipeline_parallel_size=1, num_microbatches=2, num_chunks=1)
+    assert written(one, without=()) == ["FT0 F0.0 B0.0 F0.1 B0.1 R0 RL0"]
+    with pytest.raises(ConfigurationError, match='use num_chunks=1, schedule="breadth_first"'):
+        make_schedule("interleaved_1f1b", pipeline_parallel_size=1, num_microbatches=2, num_chunks=2)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+def test_breadth_first_fetches_twice_reduces_once_and_holds_all(num_ranks: int, extra: int, num_chunks: int) -> None:
+    """Whatever the number of microbatches; bubble (P-1)/(M V) of the computing time (arXiv 2211.05953) for M >= P."""
+    count = num_ranks + extra - 1
+    schedule = make_schedule(
+        "breadth_first", pipeline_parallel_size=num_ranks, num_microbatches=count, num_chunks=num_chunks
+    )
+    last = schedule.num_stages - 1
+    for rank, actions in enumerate(schedule.actions):
+        for stage in schedule.stages_of(rank):
+            of_stage = [action.op for action in actions if action.stage == stage]
+            kept = stage == schedule.stages_of(rank)[-1]
+            assert of_stage.count(Op.FETCH) == of_stage.count(Op.RELEASE) == (1 if kept else 2)
+            assert of_stage.count(Op.REDUCE_GRADIENTS) == 1
+        held = 0
+        for action in actions:
+            held += {Op.FETCH: 1, Op.RELEASE: -1}.get(action.op, 0)
+            assert held <= 2
+    assert stage_in_flight("breadth_first", num_ranks, count, num_chunks) == (count,) * last + (1,)
+    costs = StepCosts.even(num_ranks * num_chunks)
+    step_s, computing = simulate(schedule, costs).step_s, 3.0 * count * num_chunks
+    assert step_s / computing - 1 == pytest.approx((num_ranks - 1) / (count * num_chunks))
 
 
 def _around(computes: list[str]) -> list[Action]:

@@ -48,6 +48,23 @@ def all_forwards_first(shape: RankShape) -> list[Action]:
     return shape.forwards() + shape.backwards()
 
 
+def breadth_first(shape: RankShape) -> list[Action]:
+    """All microbatches through a stage before the next one, and back in reverse (arXiv 2211.05953).
+
+    In the last stage of all each backward follows its forward at once: that ends no later, and holds what the head makes,
+    which may be large, for one microbatch.
+    """
+    last = shape.num_ranks * len(shape.stages) - 1
+    forwards, backwards = ([a for a in half if a.stage != last] for half in (shape.forwards(), shape.backwards()))
+    turn = (Op.FORWARD, Op.BACKWARD) if last in shape.stages else ()
+    return [*forwards, *(Action(op, last, m) for m in range(shape.num_microbatches) for op in turn), *backwards]
+
+
+def in_flight_breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, ...]:
+    """All microbatches in every stage but the last of all, which holds one."""
+    return (num_microbatches,) * (num_ranks * num_chunks - 1) + (1,)
+
+
 def one_forward_one_backward(shape: RankShape, warm_up: int = 1) -> list[Action]:
     """So many forwards for each rank after this one, then one forward and one backward in turn."""
     return _in_turn(shape.forwards(), shape.backwards(), warm_up * shape.following)

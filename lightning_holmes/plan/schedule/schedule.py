@@ -69,15 +69,15 @@ def make_schedule(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{what}={value!r} is not allowed; write a whole number, at least 1")
     spec = spec_of(name)
-    if num_chunks > 1 and pipeline_parallel_size == 1:
+    if num_chunks > 1 and pipeline_parallel_size == 1 and not spec.is_layered:
         raise ConfigurationError(
             f"num_chunks={num_chunks} with pipeline_parallel_size=1: one rank has no one to interleave with; "
-            "use num_chunks=1 or a larger pipeline_parallel_size"
+            'use num_chunks=1, schedule="breadth_first" or a larger pipeline_parallel_size'
         )
     if num_chunks > 1 and not spec.is_chunked:
         raise ConfigurationError(
             f"schedule={name!r} runs one chunk per rank, but num_chunks={num_chunks}; "
-            'use schedule="interleaved_1f1b" or num_chunks=1'
+            'use schedule="interleaved_1f1b", "breadth_first" or num_chunks=1'
         )
     if num_chunks == 1 and spec.is_interleaved:
         raise ConfigurationError(
@@ -113,12 +113,12 @@ def _make_schedule(
         num_chunks=num_chunks,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
-        actions=_with_transfers(computes, ranks, forward_only, ahead=spec.receives_ahead),
+        actions=_with_transfers(computes, ranks, forward_only, ahead=spec.receives_ahead, lets_go=spec.is_layered),
     )
 
 
 def _with_transfers(
-    computes: list[list[Action]], ranks: tuple[int, ...], forward_only: bool, *, ahead: int
+    computes: list[list[Action]], ranks: tuple[int, ...], forward_only: bool, *, ahead: int, lets_go: bool
 ) -> tuple[tuple[Action, ...], ...]:
     """Put sends after the computations, receives ahead of them, and around each stage's its fetch, release and reduction."""
     # What arrives at a rank from each source, in the order in which the source sends it.
@@ -145,7 +145,7 @@ def _with_transfers(
                 needed_by = position[receive.op is Op.RECV_ACTIVATION, receive.stage, receive.microbatch]
                 deadline = min(deadline, needed_by)
                 posts[max(deadline - ahead, 0)].append((deadline, receive))
-        before, after = around_stages(order, forward_only)
+        before, after = around_stages(order, forward_only, lets_go=lets_go)
         actions: list[Action] = []
         for index, (compute, posted) in enumerate(zip(order, posts, strict=True)):
             actions += before.get(index, ())
@@ -163,20 +163,28 @@ def _with_transfers(
 
 
 def around_stages(
-    order: list[Action], forward_only: bool
-) -> tuple[dict[int, list[Action]], dict[int, tuple[Action, ...]]]:
-    """What stands before and after the computations of a rank, by their places: fetches; reductions and releases."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    order: list[Action], forward_only: bool, *, lets_go: bool = False
+) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
+    """What stands before and after the computations of a rank, by their places: fetches; reductions and releases.
+
+    A stage is held from its first computation to its last one; with ``lets_go`` only as long as no other stage is computed.
+    """
+    last = {compute.stage: index for index, compute in enumerate(order)}
+    held: list[tuple[int, int, int]] = []  # stage, first and last computation
     for index, compute in enumerate(order):
-        first.setdefault(compute.stage, index)
-        last[compute.stage] = index
-    ends = (Op.RELEASE,) if forward_only else (Op.REDUCE_GRADIENTS, Op.RELEASE)
-    after = {index: tuple(Action(op, stage, WHOLE_BATCH) for op in ends) for stage, index in last.items()}
+        if lets_go and held and held[-1][0] == compute.stage:
+            held[-1] = held[-1][0], held[-1][1], index
+        elif lets_go or all(stage != compute.stage for stage, _, _ in held):
+            held.append((compute.stage, index, index if lets_go else last[compute.stage]))
     before: dict[int, list[Action]] = {}
-    begins = list(first.values())  # ascending
-    for stage, ahead in zip(first, [*begins[:1], *begins], strict=False):
+    after: dict[int, list[Action]] = {}
+    ahead = held[0][1] if held else 0
+    for stage, begins, ends in held:
         before.setdefault(ahead, []).append(Action(Op.FETCH, stage, WHOLE_BATCH))
+        ahead = begins
+        if ends == last[stage] and not forward_only:
+            after.setdefault(ends, []).append(Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH))
+        after.setdefault(ends, []).append(Action(Op.RELEASE, stage, WHOLE_BATCH))
     return before, after
 
 

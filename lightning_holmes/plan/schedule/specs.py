@@ -35,6 +35,7 @@ ScheduleName = Literal[
     "zero_bubble",
     "eager_zero_bubble",
     "zero_bubble_v",
+    "breadth_first",
 ]
 
 
@@ -46,8 +47,10 @@ class ScheduleSpec:
         name: as the strategy's argument has it.
         description: in a line.
         order: the computations of a rank, in order.
-        num_chunks: stages a rank; None: as many as are asked for, at least two.
+        num_chunks: stages a rank; None: as many as are asked for, at least two (one, where ``is_layered``).
         is_v_shaped: stages go down the ranks and back up; else round and round.
+        is_layered: all microbatches pass one stage of a rank before they begin the next. A stage's parameters may go between
+            its forwards and its backwards, and one rank may hold all stages.
         is_split: backwards are split in two actions, but for stage 0, whose input needs no gradient.
         receives_ahead: a receive is posted so many computations before the one that needs it.
         group_size: microbatches, in pipeline ranks, that go through one chunk after another.
@@ -61,6 +64,7 @@ class ScheduleSpec:
     order: Callable[[RankShape], list[Action]]
     num_chunks: int | None = 1
     is_v_shaped: bool = False
+    is_layered: bool = False
     is_split: bool = False
     receives_ahead: int = 1
     group_size: int = 1
@@ -80,7 +84,7 @@ class ScheduleSpec:
     @property
     def is_interleaved(self) -> bool:
         """It runs as many stages a rank as are asked for, at least two."""
-        return self.num_chunks is None
+        return self.num_chunks is None and not self.is_layered
 
     def chunks(self, asked: int | Literal["auto"]) -> int | Literal["auto"]:
         """The stages a rank: those of the schedule, where it settles them, or else what is asked for."""
@@ -104,14 +108,14 @@ class ScheduleSpec:
         self, rank: int, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1, forward_only: bool = False
     ) -> list[Action]:
         """The computations of one rank, in order."""
-        # one chunk: all microbatches are one group
+        one_group = num_chunks == 1 or self.is_layered
         groups = orders.microbatch_groups(num_microbatches, num_ranks, self.group_size)
         shape = RankShape(
             rank=rank,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             stages=self.stages_of(rank, num_ranks, num_chunks),
-            groups=(range(num_microbatches),) if num_chunks == 1 else groups,
+            groups=(range(num_microbatches),) if one_group else groups,
         )
         order = shape.forwards() if forward_only else self.order(shape)
         return [action for action in order if action.microbatch < num_microbatches]
@@ -179,6 +183,15 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             num_chunks=2,
             is_v_shaped=True,
             is_split=True,
+        ),
+        ScheduleSpec(
+            name="breadth_first",
+            description="all microbatches through a chunk before the next one, backwards in reverse (arXiv 2211.05953); on one "
+            "rank layered gradient accumulation (arXiv 2106.02679)",
+            order=orders.breadth_first,
+            num_chunks=None,
+            is_layered=True,
+            in_flight=orders.in_flight_breadth_first,
         ),
     )
 }

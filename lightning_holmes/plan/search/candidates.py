@@ -23,6 +23,8 @@ from lightning_holmes.plan.schedule import spec_of
 
 PLAIN_SCHEDULES = ("1f1b", "eager_1f1b")
 INTERLEAVED_SCHEDULES = ("eager_interleaved_1f1b", "interleaved_1f1b")
+_CHUNKS = (2, 3, 4)
+_LAYERED_CHUNKS = (1, *_CHUNKS, 6, 8, 12, 16, 24, 32)
 _MOST_PER_RANK = 16
 _COUNTS_TRIED = 8
 _SMALLEST_SIZES = 7  # microbatches of 1, 2, 4 ... 64 samples are tried where nothing larger fits
@@ -35,7 +37,7 @@ class SearchSpace:
     Attributes:
         layout: where the devices of each rank are settled, as in a run; it stands in for the sizes.
         pipeline, tensor, across: sizes to try; tensor sizes above 1 need a module that calls parallelize_module.
-        num_chunks: of interleaved schedules.
+        num_chunks: stages a rank of schedules that run as many as are asked for.
         num_microbatches: by default those of :func:`microbatch_counts`.
         partition: the name of a rule, or layer counts.
         prefers_eager: of plans that are nearly as fast, those whose schedule gives transfers time.
@@ -47,7 +49,7 @@ class SearchSpace:
     tensor: tuple[int, ...] = (1,)
     across: tuple[Across, ...] = ("pipeline", "data")
     schedules: tuple[str, ...] = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES)
-    num_chunks: tuple[int, ...] = (2, 3, 4)
+    num_chunks: tuple[int, ...] | None = None
     num_microbatches: tuple[int, ...] | None = None
     recomputation: tuple[bool, ...] = (False, True)
     partition: str | tuple[int, ...] = "self_adapting"
@@ -148,12 +150,13 @@ def _runs(
     counts: Sequence[int],
     recomputation: bool,
 ) -> Iterator[RunShape]:
-    schedules = _schedules(space, layout.pipeline, cost_model.model.num_layers)
+    model = cost_model.model
+    schedules = _schedules(space, layout.pipeline, model.num_layers, model.num_layers - len(set(model.forbidden_cuts)))
     for name, chunks in schedules:
         if recomputation and spec_of(name).is_split:
             continue  # refused by the runner
         for count in counts:
-            if chunks > 1 and count < layout.pipeline and len(schedules) > 1:
+            if chunks > 1 and count < layout.pipeline and len(schedules) > 1 and not spec_of(name).is_layered:
                 continue
             yield RunShape(
                 layout=layout,
@@ -165,19 +168,29 @@ def _runs(
             )
 
 
-def _schedules(space: SearchSpace, size: int, num_layers: int) -> list[tuple[str, int]]:
-    """Names and chunks a rank. What is asked for alone stays, though it may not go with the layers: that is told later."""
-    numbers, alone = space.num_chunks, len(space.schedules) == 1
+def _schedules(space: SearchSpace, size: int, num_layers: int, most_stages: int) -> list[tuple[str, int]]:
+    """Names and chunks a rank. What is asked for alone stays, though it may not go with the layers: that is told later.
+
+    Args:
+        most_stages: that split points which lose nothing allow.
+    """
+    settled = space.num_chunks
+    alone = len(space.schedules) == 1
     given = None
-    if not isinstance(space.partition, str) and len(numbers) > 1:  # the layer counts tell the chunks
+    if not isinstance(space.partition, str) and settled is None:  # the layer counts tell the chunks
         given = max(1, len(space.partition) // size)
-        numbers = (given,)
+        settled = (given,)
     found: list[tuple[str, int]] = []
     for name in space.schedules:
         spec = spec_of(name)
         if spec.is_chunked and spec.num_chunks is not None:
             found += [(name, spec.num_chunks)] * (size > 1)
+        elif spec.is_layered:
+            numbers = settled or (_LAYERED_CHUNKS if size > 1 else (most_stages,))
+            fitting = [number for number in numbers if size * number <= (num_layers if settled else most_stages)]
+            found += [(name, number) for number in fitting or numbers[:1]]
         elif spec.is_interleaved:
+            numbers = settled or _CHUNKS
             fitting = [number for number in numbers if number > 1 and size * number <= num_layers]
             if not fitting and (alone or (len(numbers) == 1 and numbers[0] > 1)):
                 fitting = [numbers[0]]
