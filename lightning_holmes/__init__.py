@@ -18,6 +18,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError
 from lightning_holmes.lightning_private import read_folders
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
+from lightning_holmes.strategy.pytorch_lightning import introduce
 from lightning_holmes.version import __version__
 
 if "holmes" not in StrategyRegistry:
@@ -25,6 +26,7 @@ if "holmes" not in StrategyRegistry:
         "holmes", HolmesStrategy, description="A pipeline across clusters, data parallelism inside them"
     )
 
+introduce(HolmesStrategy)
 read_folders(is_folder, read_whole)
 
 __all__ = [

@@ -53,6 +53,7 @@ from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.options import Options, ProfileKind
 from lightning_holmes.strategy.planning import RunContext
+from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
 
@@ -289,6 +290,7 @@ class HolmesStrategy(ParallelStrategy):
     # processes
 
     def _configure_launcher(self) -> None:
+        refuse_trainer(self.accelerator)
         assert self.cluster_environment is not None
         self._launcher = HolmesLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, self._agree_on_checkpoint
