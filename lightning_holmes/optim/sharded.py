@@ -5,7 +5,7 @@ groups hold, this rank's pieces instead of whole parameters: flat tensors in the
 optimizer that treats elements alike (elementwise.py), or some of the parameters themselves for one that does not.
 Updated pieces are gathered on all replicas while the next forward runs (param_gather.py).
 
-    shards = ShardedOptimizer(optimizer, names, buffer, group, found, queue, gather=collective.gather, ...)
+    shards = ShardedOptimizer(optimizer, names, memory, found, replicas=group, whole_gradients=False)
     shards.take_gradients(reached)        # after the reduction: what the optimizer shall see
     optimizer.step()                      # its pieces; then the gathering starts by itself
     shards.finish()                       # whoever reads parameters waits for them anyway
@@ -25,13 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
-from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
-from lightning_holmes.optim.param_gather import ParameterGather
+from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_by_parameters
+from lightning_holmes.optim.shards import Piece
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
@@ -43,14 +41,10 @@ class ShardedOptimizer:
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        buffer: their gradients; laid out.
-        group: the replicas, for what runs in the queue; None: there is one.
-        queue: where parameters are gathered.
-        replicas: a group of the replicas for everything else.
-        gather: brings every rank's part of a flat tensor to all; called in the queue.
+        memory: where their pieces lie.
         found: how the optimizer can be sharded; not "none".
+        replicas: a group of the replicas, in which nothing else runs meanwhile; None: there is one.
         whole_gradients: each rank gets whole gradients in ``p.grad``, for readers; else its shares.
-        lazily: gather parameters while the next forward runs.
         master_weights: keep the pieces in fp32.
     """
 
@@ -58,15 +52,11 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         names: Sequence[Sequence[str]],
-        buffer: GradBuffer,
-        group: dist.ProcessGroup | None,
+        memory: ShardMemory,
         found: Separability,
-        queue: CommQueue,
         *,
         replicas: dist.ProcessGroup | None,
-        gather: Callable[[Tensor], None],
         whole_gradients: bool,
-        lazily: bool,
         master_weights: bool = False,
     ) -> None:
         assert found.level != "none"
@@ -74,24 +64,18 @@ class ShardedOptimizer:
         self.by_elements = found.level == "elements"
         self.whole_gradients = whole_gradients or not self.by_elements
         self._names = [list(of_group) for of_group in names]
-        self._buffer = buffer
-        self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._size = 1 if group is None else dist.get_world_size(group)
+        self._memory = memory
+        self._rank = 0 if replicas is None else dist.get_rank(replicas)
+        self._size = 1 if replicas is None else dist.get_world_size(replicas)
         self._found = found
-        self._queue = queue
         self._replicas = replicas
-        self._gather_parts = gather
-        self._lazily = lazily
         self._master = master_weights
         self._generation = -1
         self._shown: dict[str, tuple[Tensor | None, int]] = {}
         self._filler: nn.Parameter | None = None
-        self._watched: nn.Module | None = None
         self._pieces: list[Piece] = []
         self._tensors: dict[Piece, nn.Parameter] = {}
-        self._gather: ParameterGather | None = None
-        parameters = self._buffer.parameters
+        parameters = memory.parameters
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
@@ -105,31 +89,15 @@ class ShardedOptimizer:
         Args:
             states: of whole parameters, by name.
         """
-        if self._gather is not None:
-            self._gather.close()
-        buckets = self._buffer.buckets
-        extents = [_extent(bucket) for bucket in buckets]
-        cut = cut_by_elements if self.by_elements else cut_by_parameters
-        assigned = cut(extents, self._size)
+        assigned = self._memory.lay_out(by_elements=self.by_elements)
         in_bucket = {piece.name for piece in assigned}
         pieces = [piece for piece in assigned if piece.name in self._group_of]
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
-            size = dtensor.local_part(self._buffer.parameters[name]).numel()
+            size = dtensor.local_part(self._memory.parameters[name]).numel()
             pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, bucket=FROZEN, offset=0))
         self._pieces = pieces
-        self._gather = ParameterGather(
-            self._buffer.parameters,
-            extents,
-            assigned,
-            self._group,
-            self._queue,
-            gather=self._gather_parts,
-            lazily=self._lazily,
-        )
-        if self._watched is not None:
-            self._gather.watch(self._watched)
         self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
-        self._generation = self._buffer.generation
+        self._generation = self._memory.generation
         for key in [k for k in self.optimizer.state if isinstance(k, Tensor)]:
             del self.optimizer.state[key]
         for group, of_group in zip(self.optimizer.param_groups, self._held_by_group(), strict=True):
@@ -145,7 +113,7 @@ class ShardedOptimizer:
 
     def _make_tensor(self, piece: Piece) -> nn.Parameter:
         """What the optimizer steps for a piece of this rank."""
-        parameter = self._buffer.parameters[piece.name]
+        parameter = self._memory.parameters[piece.name]
         if not self.by_elements and not self._master:
             return parameter
         flat = self._flat(piece).detach()
@@ -160,9 +128,8 @@ class ShardedOptimizer:
     def _flat(self, piece: Piece) -> Tensor:
         """The piece in the memory of its parameter, 1-D."""
         if piece.bucket == FROZEN:
-            return dtensor.local_part(self._buffer.parameters[piece.name]).detach().reshape(-1)
-        assert self._gather is not None
-        return self._gather.buffers[piece.bucket][piece.offset : piece.offset + piece.numel]
+            return dtensor.local_part(self._memory.parameters[piece.name]).detach().reshape(-1)
+        return self._memory.values(piece)
 
     def _held_by_group(self) -> list[list[Piece]]:
         """This rank's pieces by group, in the order of the group's parameters."""
@@ -173,9 +140,7 @@ class ShardedOptimizer:
 
     def watch(self, module: nn.Module) -> None:
         """Let ``module``'s parts wait for their parameters before they run."""
-        self._watched = module
-        assert self._gather is not None
-        self._gather.watch(module)
+        self._memory.watch(module)
 
     def fill(self, device: torch.device) -> None:
         """Give a rank a number of its own to step, for a GradScaler, which refuses an optimizer without gradients."""
@@ -196,12 +161,12 @@ class ShardedOptimizer:
         added = self.optimizer.param_groups[len(self._names) :]
         if added:
             self._take_groups(added)
-        elif self._generation != self._buffer.generation:
+        elif self._generation != self._memory.generation:
             self.finish()
             self._lay_out(self.collect())
 
     def _take_groups(self, added: Sequence[dict[str, Any]]) -> None:
-        parameters = self._buffer.parameters
+        parameters = self._memory.parameters
         device = next(iter(parameters.values())).device
         found = test_separability(self.optimizer, device, added)
         if found.level != "elements" and (self.by_elements or found.level == "none"):
@@ -222,14 +187,13 @@ class ShardedOptimizer:
 
         With ``whole_gradients`` ``p.grad`` is whole by now, and pieces look into it.
         """
-        assert self._gather is not None
-        self._gather.adopt()
+        self._memory.adopt()
         if self._master:
             self._adopt_values()
         self._shown.clear()
         any_gradient = False
         for piece, tensor in self._tensors.items():
-            parameter = self._buffer.parameters[piece.name]
+            parameter = self._memory.parameters[piece.name]
             if piece.bucket == FROZEN or piece.name not in reached:
                 tensor.grad = None
                 continue
@@ -241,9 +205,7 @@ class ShardedOptimizer:
             if self.whole_gradients and not self._master:
                 tensor.grad = self._part_of(piece, parameter.grad)
             else:
-                bucket = self._buffer.buckets[piece.bucket]
-                part = bucket.buffer[piece.offset : piece.offset + piece.numel]
-                tensor.grad = part.to(tensor.dtype).view(tensor.shape)
+                tensor.grad = self._memory.gradient(piece).to(tensor.dtype).view(tensor.shape)
         if self._filler is not None:
             self._filler.grad = None if any_gradient else torch.zeros_like(self._filler)
 
@@ -252,7 +214,7 @@ class ShardedOptimizer:
         if not self.whole_gradients:
             return
         for piece, tensor in self._tensors.items():
-            parameter = self._buffer.parameters[piece.name]
+            parameter = self._memory.parameters[piece.name]
             if tensor is parameter or piece.bucket == FROZEN:
                 continue
             shown, version = self._shown.get(piece.name, (None, 0))
@@ -265,7 +227,7 @@ class ShardedOptimizer:
     def note_shown(self) -> None:
         """What ``p.grad`` is now is ours, not a hook's."""
         for name in self._shown:
-            gradient = self._buffer.parameters[name].grad
+            gradient = self._memory.parameters[name].grad
             self._shown[name] = (gradient, _version(gradient))
 
     def _part_of(self, piece: Piece, gradient: Tensor | None) -> Tensor:
@@ -274,13 +236,12 @@ class ShardedOptimizer:
         return dtensor.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
 
     def _stepped(self, *_: Any) -> None:
-        assert self._gather is not None
         if self._master:
             with torch.no_grad():
                 for piece, tensor in self._tensors.items():
                     if piece.bucket != FROZEN:
                         self._flat(piece).copy_(tensor.detach().view(-1))
-        self._gather.start()
+        self._memory.start()
 
     def _adopt_values(self) -> None:
         """Where somebody has written to parameters since the last step (a checkpoint, an average), masters follow."""
@@ -293,8 +254,7 @@ class ShardedOptimizer:
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""
-        if self._gather is not None:
-            self._gather.finish()
+        self._memory.finish()
 
     # what this rank holds
 
@@ -315,10 +275,10 @@ class ShardedOptimizer:
             return
         own: dict[str, list[Piece]] = {}
         for piece, tensor in self._tensors.items():
-            if tensor is self._buffer.parameters[piece.name] or not self._master:
+            if tensor is self._memory.parameters[piece.name] or not self._master:
                 own.setdefault(piece.name, []).append(piece)
         for name in self._group_of:
-            gradient = self._buffer.parameters[name].grad
+            gradient = self._memory.parameters[name].grad
             if gradient is None:
                 continue
             flat, place = dtensor.local_part(gradient).reshape(-1), 0
@@ -358,7 +318,7 @@ class ShardedOptimizer:
         return collect_states(
             self._pieces,
             local,
-            self._buffer.parameters,
+            self._memory.parameters,
             element_keys=self._element_keys,
             group=self._replicas,
             destination=destination,
@@ -367,7 +327,7 @@ class ShardedOptimizer:
     def destination(self, name: str) -> int:
         """The replica that brings a parameter's state into a folder: the one that holds most of it. Ranks of a tensor
         group, whose parts may be of unlike sizes, go by its place, so that they agree."""
-        if any(dtensor.is_dtensor(p) for p in self._buffer.parameters.values()):
+        if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
             return list(self._group_of).index(name) % self._size
         held = [0] * self._size
         for piece in self._pieces:
@@ -377,7 +337,7 @@ class ShardedOptimizer:
 
     def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a piece out of that of the whole parameter."""
-        parameter = self._buffer.parameters[piece.name]
+        parameter = self._memory.parameters[piece.name]
         if not self.by_elements:
             kept = {k: v for k, v in state.items() if k != MASTER_WEIGHT}
             if self._master:
@@ -399,7 +359,7 @@ class ShardedOptimizer:
         if not self._master or MASTER_WEIGHT not in state:
             return
         master = self._tensors[piece].detach().view(-1)
-        saved = dtensor.local_part(dtensor.share_of(state[MASTER_WEIGHT], self._buffer.parameters[piece.name]))
+        saved = dtensor.local_part(dtensor.share_of(state[MASTER_WEIGHT], self._memory.parameters[piece.name]))
         saved = saved.reshape(-1)[piece.start : piece.stop].to(master)
         now = self._flat(piece)
         master.copy_(torch.where(saved.to(now.dtype) == now, saved, now.float()))  # other weights were loaded, say
@@ -409,20 +369,12 @@ class ShardedOptimizer:
 
     def abandon(self) -> None:
         """The run has failed: wait for nothing any more. Parameters may be a mixture of two steps then."""
-        if self._gather is not None:
-            self._gather.abandon()
+        self._memory.abandon()
 
     def close(self) -> None:
         """Give parameters their own memory again; states can still be collected."""
         self._hook.remove()
-        if self._gather is not None:
-            self._gather.close()
-            self._gather = None
-
-
-def _extent(bucket: Bucket) -> Extent:
-    sizes = tuple(bucket.views[name].numel() for name in bucket.names)
-    return Extent(names=bucket.names, sizes=sizes, numel=bucket.buffer.numel())
+        self._memory.close()
 
 
 def _version(tensor: Tensor | None) -> int:

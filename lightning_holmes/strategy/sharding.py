@@ -23,6 +23,7 @@ from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, flattened, step_seconds, test_separability
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
@@ -176,17 +177,20 @@ def shard_optimizer(
         return None, choice
     reducer.lay_out()
     groups = reducer.groups
+    memory = ReplicatedMemory(
+        reducer.buffer,
+        None if groups.gradients is None else groups.gradients.whole,
+        reducer.queue,
+        gather=reducer.gather,
+        lazily=can_gather_lazily(module),
+    )
     shards = ShardedOptimizer(
         optimizer,
         names,
-        reducer.buffer,
-        None if groups.gradients is None else groups.gradients.whole,
+        memory,
         found,
-        reducer.queue,
         replicas=groups.data_parallel,
-        gather=reducer.gather,
         whole_gradients=bool(readers),
-        lazily=can_gather_lazily(module),
         master_weights=master_weights,
     )
     shards.watch(module)

@@ -12,6 +12,7 @@ from lightning_holmes.checkpoint.plain import parameter_group_names
 from lightning_holmes.comm.queue import CommQueue, make_comm_queue
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import GradBuffer
+from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.sharded import ShardedOptimizer
 
@@ -146,9 +147,8 @@ def divide(
     buffer.end()
     queue = make_comm_queue(torch.device("cpu"))
     world = dist.group.WORLD
-    shards = ShardedOptimizer(
-        optimizer, groups, buffer, world, found, queue, replicas=world, gather=gather_parts, lazily=True, **options
-    )
+    memory = ReplicatedMemory(buffer, world, queue, gather=gather_parts, lazily=True)
+    shards = ShardedOptimizer(optimizer, groups, memory, found, replicas=world, **options)
     return buffer, queue, shards
 
 

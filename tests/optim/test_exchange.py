@@ -15,6 +15,7 @@ from lightning_holmes.optim.exchange import Replicated, ShardedStates
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.host import LocalHost, ShardedHost
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.placement import Placement
 
@@ -56,14 +57,12 @@ class Rank:
             self.shards = ShardedOptimizer(
                 self.optimizer,
                 [list(dict(self.module.named_parameters()))],
-                self.reducer.buffer,
-                None,
+                ReplicatedMemory(
+                    self.reducer.buffer, None, self.reducer.queue, gather=self.reducer.gather, lazily=True
+                ),
                 separability_of(self.optimizer, CPU),
-                self.reducer.queue,
                 replicas=None,
-                gather=self.reducer.gather,
                 whole_gradients=False,
-                lazily=True,
                 master_weights=True,
             )
             self.exchange: Replicated = ShardedStates(self.reducer, self.shards)
