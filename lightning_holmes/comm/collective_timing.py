@@ -26,6 +26,7 @@ from lightning_holmes.comm.collectives import (
     PointToPoint,
     ReduceScatter,
     SyncGroups,
+    rehearsal,
 )
 from lightning_holmes.comm.compression import Compressor, PowerSGD
 from lightning_holmes.comm.queue import CommQueue
@@ -140,6 +141,7 @@ def measure(
 
 def time_sum(collective: Collective, tensor: Tensor, queue: CommQueue, *, shares: bool = False) -> float:
     """Seconds until ``tensor`` is summed (or its ``shares``, and gathered), by this member's clock. All members must call."""
+    collective = rehearsal(collective)
     began = time.perf_counter()
     for work in (collective.scatter, collective.gather) if shares else (collective.sum,):
         queue.start(functools.partial(work, tensor)).wait()

@@ -13,7 +13,7 @@ Shapes: n elements, a multiple of the number of members.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -219,6 +219,13 @@ class Compressed:
 
     def gather(self, tensor: Tensor) -> None:
         self.collective.gather(tensor)  # parameters, which are sent as they are
+
+
+def rehearsal(collective: Collective) -> Collective:
+    """What sends the same and remembers nothing, to be measured."""
+    if isinstance(collective, Compressed):
+        return replace(collective, compressor=collective.compressor.rehearsal())
+    return collective
 
 
 def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,6 +9,7 @@ belongs to the user's dropout. Rounding is a line; PowerSGD is written after its
     compressor.sum(bucket.buffer, all_reduce)
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,9 @@ class Compressor(Protocol):
     def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
         """Sum ``tensor`` in place, nearly; ``all_reduce`` sums exactly."""
 
+    def rehearsal(self) -> "Compressor":
+        """One that does the same work and remembers none of it, to be measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
@@ -49,12 +53,16 @@ class Rounding:
         all_reduce(rounded)
         tensor.copy_(rounded)
 
+    def rehearsal(self) -> "Rounding":
+        return self
+
 
 class PowerSGD:
     """Approximates the sum M of matrices M_w by a rank-r product (Vogels et al. 2019, arXiv 1905.13727, algorithms 1, 2).
 
     P = sum of M_w Q, made orthogonal; Q = sum of M_w^T P; the sum is taken to be P Q^T. Each rank keeps what its own
-    part lacks, M_w - P Q_w^T, and adds it to its next gradient (error feedback); Q is where the next step begins.
+    part lacks, M_w - P Q_w^T, and adds it to its next gradient (error feedback); Q is where the next step begins. Columns
+    of Q that have become zero, with the gradients of a step, are as they were drawn at first: a zero never grows again.
     Vectors, and matrices that are too small to gain by it, are summed exactly, with P. Where anything is not
     finite, the sum is NaN everywhere, and the errors kept are forgotten.
 
@@ -79,6 +87,11 @@ class PowerSGD:
         else:
             factors.sum(tensor, all_reduce)
 
+    def rehearsal(self) -> "PowerSGD":
+        other = PowerSGD(self.rank)
+        other._buckets = {start: factors.copied() for start, factors in self._buckets.items()}
+        return other
+
 
 class _Factors:
     """The thin matrices of one bucket."""
@@ -99,6 +112,14 @@ class _Factors:
                 self.q.append(torch.randn(columns, thin, generator=generator).to(bucket.device))
                 exact[start : start + rows * columns] = False
         self.exact = exact.nonzero().flatten().to(bucket.device)
+        self.drawn = self.q
+
+    def copied(self) -> "_Factors":
+        """The same with an error of its own, which is zero, so that zeros are summed to zeros. All else is exchanged
+        in :meth:`sum`, never written to."""
+        other = copy.copy(self)
+        other.error = torch.zeros_like(self.error)
+        return other
 
     def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
         whole = tensor.float().add_(self.error)
@@ -122,9 +143,10 @@ class _Factors:
         if right:
             all_reduce(message)
         summed = torch.split(message, [q.numel() for q in right]) if right else ()
-        self.q = [s.view(q.shape) for s, q in zip(summed, right, strict=True)]
-        for part, p, q in zip(parts, left, self.q, strict=True):
+        found = [s.view(q.shape) for s, q in zip(summed, right, strict=True)]
+        for part, p, q in zip(parts, left, found, strict=True):
             torch.mm(p, q.t(), out=part)
+        self.q = [torch.where((q == 0).all(0), drawn, q) for q, drawn in zip(found, self.drawn, strict=True)]
         whole[self.exact] = exact
         tensor.copy_(whole)
 

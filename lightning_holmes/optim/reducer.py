@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.collectives import rehearsal
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import OnRun, make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
@@ -212,6 +213,7 @@ class GradientReducer:
         if not self._compresses:  # what compresses knows whole buckets only
             most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
             tensor = tensor[: most * self.buffer.data_parallel_size]
+        collective = rehearsal(collective)
         agreed, group = torch.full((4,), math.inf, device=self._device), sync_groups.whole
         began = time.perf_counter()
         for _ in range(_SHARING_TRIALS):
