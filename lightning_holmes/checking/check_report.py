@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -59,7 +58,11 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class CheckReport:
-    """The outcome of :func:`check`."""
+    """The outcome of :func:`check`.
+
+    Attributes:
+        dependence: why microbatches cannot give the numbers of the whole batch, though both runs agree on the same ones.
+    """
 
     module: str
     layers: str
@@ -68,12 +71,17 @@ class CheckReport:
     tolerance: float
     rows: list[Difference] = field(default_factory=list, repr=False)
     refused: str | None = None
-    notes: list[str] = field(default_factory=list)
+    dependence: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether everything compared was equal within the tolerance."""
+        """Whether everything compared was equal within the tolerance: the same microbatches, plain and staged."""
         return self.refused is None and all(row.ok for row in self.rows)
+
+    @property
+    def exact(self) -> bool:
+        """Whether, besides, microbatches give the numbers of the whole batch."""
+        return self.ok and self.dependence is None
 
     def __str__(self) -> str:
         """The table, as :meth:`print` shows it."""
@@ -101,14 +109,16 @@ class CheckReport:
             table.add_row(row.step, row.what, row.plain, row.staged, f"{row.relative:.1e}", mark)
         console.print(table)
         bad = sum(not row.ok for row in self.rows)
-        verdict = (
-            f"[bold green]exact[/]: {len(self.rows)} values equal within {self.tolerance:g}"
-            if self.ok
-            else f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
-        )
+        equal = f"{len(self.rows)} values equal within {self.tolerance:g}"
+        if bad:
+            verdict = f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
+        elif self.exact:
+            verdict = f"[bold green]exact[/]: {equal}"
+        else:
+            verdict = f"[bold yellow]exact with num_microbatches=1 only[/]: {equal} over the same microbatches, but"
         console.print(verdict, highlight=False)
-        for note in self.notes:
-            console.print(f"[yellow]note[/]: {escape(note)}", highlight=False)
+        if self.dependence is not None:
+            console.print(f"{self.dependence}. A run that is not told a number takes 1", highlight=False, markup=False)
 
     def _shown(self) -> list[Difference]:
         bad = [row for row in self.rows if not row.ok]

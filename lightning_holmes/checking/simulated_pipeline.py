@@ -22,11 +22,11 @@ from torchmetrics import Metric
 
 from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
-from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.request import StepRequest, StepResult
@@ -124,8 +124,11 @@ def _check_steps(
         structure.check_partition(stages)
         if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
             arguments = (0,) * (admission.step_arguments(module, "training_step") - 1)
-            note = describe_batch_dependence(module, batch, arguments, splitter)
-            report.notes += [] if note is None else [note]
+            found = find_batch_dependence(module, "training_step", batch, arguments, splitter)
+            if found is not None and found.is_cut_along_time:
+                raise UnsupportedModuleError(f"num_microbatches={num_microbatches}: {found.reason}")
+            if found is not None:
+                report.dependence = found.reason
         for name in names:
             count = num_microbatches if name == "training_step" else 1
             plain = _reference(module, structure, name, batch, count, splitter)

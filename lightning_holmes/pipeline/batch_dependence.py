@@ -1,17 +1,23 @@
-"""Losses that depend on which samples are together, and so cannot equal the whole batch when it is assigned.
+"""Steps whose numbers depend on which samples are together, and so cannot equal the whole batch when it is split.
 
 Batch normalisation, negatives taken from the batch, means over tokens with padding: no splitting is exact
 for them, by any library. They are found by trying: the loss of a few samples together against the weighted
-mean of the losses of their halves, without dropout, on a copy of the module.
+mean of the losses of their halves, without dropout, on a copy of the module. And batches whose first dimension
+is not samples but time: layers that know which dimension is time tell so, when its length goes with the split.
+
+    found = find_batch_dependence(module, "training_step", batch, (0,), splitter)
+    found.reason, found.is_cut_along_time                     # or None: nothing was found
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_trainer, trainer_of
@@ -24,66 +30,175 @@ from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _SAMPLES = 4
 _TOLERANCE = 1e-4
+_Lengths = dict[str, tuple[int, int]]
 
 
-def describe_batch_dependence(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDependence:
+    """What was found. reason: whole sentences. cause: in a few words."""
+
+    reason: str
+    cause: str
+    is_cut_along_time: bool = False
+
+
+def find_batch_dependence(
     module: LightningModule,
+    step_name: str,
     batch: Any,
     arguments: tuple[Any, ...],
     splitter: BatchSplitter,
     *,
     context: Callable[[], Any] | None = None,
-) -> str | None:
-    """Why dealing a batch out changes the loss of ``module``, as a sentence that names the cause; None if it does not.
+) -> BatchDependence | None:
+    """Why splitting a batch changes what a step of ``module`` gives; None if it does not, as far as can be seen.
 
-    A step that draws random numbers beside dropout (noise, time steps) cannot be judged and gives None.
+    The loss of a step that draws random numbers beside dropout (noise, time steps) cannot be judged.
     """
-    norms = [name for name, m in module.named_modules() if is_batch_norm(m) and m.training]
+    trains = step_name == "training_step"
     name = type(module).__name__
+    norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
+    trial = _Trial(module, step_name, arguments, context)
+    parts = _parts(module, batch, splitter)
+    loss = None
+    if parts is not None:
+        small, halves, weights = parts
+        with preserved_random_state(trial.device_of(small)):
+            if not callable(getattr(module, "split_batch", None)):
+                time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
+                if time is not None:
+                    return _cut_along_time(name, step_name, time)
+            if trains and all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
+                loss = _losses(trial, small, halves, weights)
+    reasons, causes = [], []
     if norms:
         shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")
-        return (
+        reasons.append(
             f"{name} has batch normalisation ({shown}): its statistics run over a microbatch, so results equal those of "
             f"plain Lightning with the microbatch as batch, not with the whole batch; GroupNorm and LayerNorm are exact"
         )
+        causes.append(f"batch normalisation ({shown}) takes its statistics from it")
+    if loss is not None:
+        together, apart = loss
+        reasons.append(
+            f"the loss of {name} over a few samples is {together:.6g}, the mean over their halves "
+            f"{apart:.6g}: it depends on which samples are together, as with negatives taken from the batch or a mean "
+            f"over tokens with padding. Microbatches then give the numbers of plain Lightning with the microbatch as batch; "
+            f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use num_microbatches=1"
+        )
+        causes.append("the loss depends on which samples are in it")
+    return BatchDependence(reason="; ".join(reasons), cause=", and ".join(causes)) if reasons else None
+
+
+def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tuple[Any, list[Any], list[float]] | None:
+    """A few samples, their halves, and the weights of these; None where a batch cannot be cut so."""
+    own, weigh = getattr(module, "split_batch", None), getattr(module, "microbatch_weight", None)
     try:
-        size = splitter.batch_size(batch)
-    except UnsupportedModuleError:  # the module's own split_batch reads it
+        if callable(own):
+            small, halves = batch, list(own(batch, 2))
+        else:
+            size = splitter.batch_size(batch)
+            count = min(_SAMPLES, size)
+            if count < 2:
+                return None
+            small = splitter.split(batch, -(-size // count))[0]
+            halves = splitter.split(small, 2)
+        weights = [float(weigh(h) if callable(weigh) else splitter.batch_size(h)) for h in halves]
+    except UnsupportedModuleError:  # the run says what it lacks
         return None
-    count = min(_SAMPLES, size)
-    if count < 2:
+    return small, halves, weights
+
+
+def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> tuple[float, float] | None:
+    """The loss over samples together and apart, where they differ."""
+    together, again = trial.loss(small, 1), trial.loss(small, 2)
+    if not torch.equal(together, again) or not bool(together.isfinite().all()):
         return None
-    small = splitter.split(batch, -(-size // count))[0]
-    halves = splitter.split(small, 2)
-    sizes = [splitter.batch_size(h) for h in halves]
-    weigh = getattr(module, "microbatch_weight", None)
-    weights = [float(weigh(h)) for h in halves] if callable(weigh) else [float(s) for s in sizes]
-
-    def loss(part: Any, seed: int) -> Tensor:
-        copy = shadow_copy(module)
-        for submodule in copy.modules():
-            if is_dropout(submodule):
-                submodule.eval()
-        set_trainer(copy, trainer_of(module))
-        vars(copy)["log"] = lambda *_, **__: None
-        seed_all(seed, part_device)
-        with torch.no_grad(), context() if context is not None else nullcontext():
-            return loss_of(
-                copy.training_step(tree.map_tensors(Tensor.clone, part), *arguments), "training_step"
-            ).double()
-
-    part_device = next((t.device for t in tree.tensors_of(small)), torch.device("cpu"))
-    with preserved_random_state(part_device):
-        together, again = loss(small, 1), loss(small, 2)
-        if not torch.equal(together, again) or not bool(together.isfinite().all()):
-            return None
-        apart = weighted_mean([loss(h, 1) for h in halves], weights)
+    apart = weighted_mean([trial.loss(h, 1) for h in halves], weights)
     gap = float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12))
-    if gap <= _TOLERANCE:
-        return None
-    return (
-        f"the loss of {name} over {sum(sizes)} samples is {float(together):.6g}, the mean over their halves "
-        f"{float(apart):.6g}: it depends on which samples are together, as with negatives taken from the batch or a mean "
-        f"over tokens with padding. Microbatches then give the numbers of plain Lightning with the microbatch as batch; "
-        f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use num_microbatches=1"
+    return None if gap <= _TOLERANCE else (float(together), float(apart))
+
+
+def _cut_along_time(name: str, step_name: str, layer: str) -> BatchDependence:
+    return BatchDependence(
+        reason=(
+            f"the first dimension of the batches of {name}.{step_name} is time to {layer}: split along it, a sequence is cut in "
+            f"pieces. Define `split_batch(self, batch, num_microbatches) -> list`, which cuts along samples, let batches have "
+            f"samples first, or use one microbatch"
+        ),
+        cause=f"the first dimension is time to {layer}",
+        is_cut_along_time=True,
     )
+
+
+def _read_as_time(lengths: _Lengths, shorter: _Lengths) -> str | None:
+    """A layer to which the dimension that was cut is time."""
+    for name, (time, samples) in lengths.items():
+        other_time, other_samples = shorter.get(name, (time, samples))
+        if time != other_time and samples == other_samples:
+            return name
+    return None
+
+
+class _Trial:
+    """Runs a step on copies of a module, without dropout, with batch normalisation's kept statistics."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step_name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], Any] | None,
+    ) -> None:
+        self._module = module
+        self._step_name = step_name
+        self._arguments = arguments
+        self._context = context
+
+    @staticmethod
+    def device_of(batch: Any) -> torch.device:
+        return next((t.device for t in tree.tensors_of(batch)), torch.device("cpu"))
+
+    def loss(self, batch: Any, seed: int) -> Tensor:
+        return loss_of(self._run(self._copy(), batch, seed), self._step_name).double()
+
+    def lengths(self, batch: Any) -> _Lengths:
+        """The time and the samples of what layers that know which is which are given first, by the names of the layers."""
+        found: _Lengths = {}
+        if not any(map(_knows_time, self._module.modules())):
+            return found
+
+        def note(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            sequence = next((t for t in tree.tensors_of((args, kwargs))), None)
+            if sequence is not None and sequence.ndim > 2:
+                first, second, *_ = sequence.shape
+                found.setdefault(name, (second, first) if layer.batch_first else (first, second))
+
+        copy = self._copy()
+        for name, layer in copy.named_modules():
+            if _knows_time(layer):
+                layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
+        self._run(copy, batch, 1)
+        return found
+
+    def _copy(self) -> LightningModule:
+        copy = shadow_copy(self._module)
+        if self._step_name != "training_step":
+            copy.eval()
+        for submodule in copy.modules():
+            if is_dropout(submodule) or is_batch_norm(submodule):
+                submodule.eval()
+        set_trainer(copy, trainer_of(self._module))
+        vars(copy)["log"] = lambda *_, **__: None
+        return copy
+
+    def _run(self, copy: LightningModule, batch: Any, seed: int) -> Any:
+        seed_all(seed, self.device_of(batch))
+        step = getattr(copy, self._step_name)
+        with torch.no_grad(), self._context() if self._context is not None else nullcontext():
+            return step(tree.map_tensors(Tensor.clone, batch), *self._arguments)
+
+
+def _knows_time(layer: nn.Module) -> bool:
+    """Whether it takes sequences of samples and says in which order: torch's recurrent layers and attention do."""
+    return isinstance(getattr(layer, "batch_first", None), bool)

@@ -46,7 +46,8 @@ def decide(request: PlanRequest) -> RuntimePlan:
     Raises:
         HolmesError: the options do not fit the module; on every rank alike.
     """
-    request, structure = _settle_chunks(request), request.traced.structure
+    request = _settle_chunks(_settled(request))
+    structure = request.traced.structure
     num_layers = 0 if structure is None else structure.num_layers
     choice = None
     if structure is not None:
@@ -88,6 +89,19 @@ def _settle_chunks(request: PlanRequest) -> PlanRequest:
         return request
     notes = (*layout.notes, f"num_chunks: 1, so that nothing is layered: {reason}")
     return replace(request, options=replace(options, num_chunks=1), layout=replace(layout, notes=notes))
+
+
+def _settled(request: PlanRequest) -> PlanRequest:
+    """The request with those choices made that are exact one way only."""
+    dependence = request.traced.dependence
+    if not dependence or request.options.num_microbatches != "auto":
+        return request
+    note = f"num_microbatches: 1, as in plain Lightning: of a split batch {dependence}; give a number to split it all the same"
+    return replace(
+        request,
+        options=replace(request.options, num_microbatches=1),
+        layout=replace(request.layout, notes=(*request.layout.notes, note)),
+    )
 
 
 def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> PipelinePlan:

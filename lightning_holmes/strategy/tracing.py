@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
@@ -28,11 +28,17 @@ from lightning_holmes.strategy.admission import step_arguments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """The structure of the module, None if it runs whole and none was found, with the ``reason``; samples in a training batch."""
+    """The structure of the module, None if it runs whole and none was found, with the ``reason``; samples in a training batch.
+
+    Attributes:
+        dependence: why its training steps are exact with one microbatch only, in a few words; empty if nothing was found,
+            or where the user has given a number.
+    """
 
     structure: ModuleStructure | None = None
     batch_size: int | None = None
     reason: str = ""
+    dependence: str = ""
 
 
 def trace_module(
@@ -85,6 +91,7 @@ def _trace(
     may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)
     structure: ModuleStructure | None = None
     batch_size: int | None = None
+    dependence = ""
     layers = options.layers
     for step_name, batch in samples.items():
         training = step_name == "training_step"
@@ -109,20 +116,29 @@ def _trace(
                 return TraceResult(batch_size=batch_size, reason=f"{type(error).__name__}: {error}")
             raise
         splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
-        if training and splits and not found.changed_parameters:
-            reason = describe_batch_dependence(module, batch, arguments[1:], splitter, context=step_context)
-            if reason is not None:
-                rank_zero_warn(reason)
+        if splits and not found.changed_parameters:
+            company = find_batch_dependence(module, step_name, batch, arguments[1:], splitter, context=step_context)
+            if company is not None and wanted == "auto":
+                dependence, splits = company.cause, False
+            elif company is not None and company.is_cut_along_time:
+                raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
+            elif company is not None:
+                rank_zero_warn(company.reason)
         if splits and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         structure = found if structure is None else structure.merged(found)
         layers = structure.layers
-    return TraceResult(structure=structure, batch_size=batch_size)
+    return TraceResult(structure=structure, batch_size=batch_size, dependence=dependence)
+
+
+def microbatches_argument(step_name: str) -> str:
+    """HolmesStrategy's argument for the number of microbatches of a step."""
+    return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
 
 
 def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:
     """What a step that runs for each microbatch does to attributes that it changes."""
-    argument = "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
+    argument = microbatches_argument(step_name)
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return (
         f"{type(module).__name__}.{step_name} changes {shown} on the module. It runs once for each microbatch, so with several of "

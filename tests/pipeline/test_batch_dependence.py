@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lightning_holmes
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.batch_dependence import describe_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 
 
 class Classifier(LightningModule):
@@ -54,6 +54,7 @@ def batch() -> dict[str, Tensor]:
         (Classifier(), None),
         (Classifier(nn.Dropout(0.5)), None),
         (Classifier(nn.BatchNorm1d(4)), ["layers.1", "batch normalisation"]),
+        (Contrastive(nn.BatchNorm1d(4)), ["batch normalisation", "negatives"]),
         (Contrastive(), ["Contrastive", "negatives", "microbatch_weight"]),
         (TokenMean(), ["TokenMean", "microbatch_weight"]),
         (WeightedTokenMean(), None),
@@ -62,13 +63,76 @@ def batch() -> dict[str, Tensor]:
     ids=lambda v: type(v).__name__ if isinstance(v, LightningModule) else None,
 )
 def test_losses_that_depend_on_company_are_named(module: LightningModule, words: list[str] | None) -> None:
-    reason = describe_batch_dependence(module, batch(), (), BatchSplitter())
-    assert (reason is None) == (words is None), reason
-    assert all(word in str(reason) for word in words or [])
+    found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
+    assert (found is None) == (words is None), found
+    assert found is None or all(word in found.reason for word in words or [])
+    assert found is None or not found.is_cut_along_time
 
 
-def test_check_tells_it_as_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+class Recurrent(LightningModule):
+    """Sequences: given time first or samples first, and read so or so by the layer."""
+
+    def __init__(self, *, turned: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.turned = turned
+        self.rnn = nn.GRU(4, 4, **options)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    def step(self, batch: Any) -> Tensor:
+        x = batch.transpose(0, 1) if self.turned else batch
+        return self.layers(self.rnn(x)[0] + torch.randn(()))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self.step(batch).square().mean()
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self.step(batch)
+
+
+class Attends(Recurrent):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rnn = nn.TransformerEncoderLayer(4, 2, 8, **options)
+
+    def step(self, batch: Any) -> Tensor:
+        return self.layers(self.rnn(batch))
+
+
+class SplitsItself(Recurrent):
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        return list(batch.chunk(num_microbatches, dim=1))
+
+
+@pytest.mark.parametrize("step_name", ["training_step", "predict_step"])
+@pytest.mark.parametrize(
+    ("module", "layer"),
+    [
+        (Recurrent(), "rnn"),
+        (Recurrent(batch_first=True), None),
+        (Recurrent(turned=True), None),
+        (Recurrent(turned=True, batch_first=True), "rnn"),
+        (Attends(), "rnn.self_attn"),
+        (Attends(batch_first=True), None),
+        (SplitsItself(), None),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, LightningModule) else None,
+)
+def test_a_batch_that_is_cut_along_time_is_told_by_the_layers_that_read_it(
+    module: Recurrent, layer: str | None, step_name: str
+) -> None:
+    for length in (8, 4, 6):  # of samples, or time: also as many as are tried
+        found = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter())
+        if layer is None:
+            assert found is None or not found.is_cut_along_time, found
+        else:
+            assert found is not None and found.is_cut_along_time and f"is time to {layer}:" in found.reason
+
+
+def test_check_has_it_in_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     report = lightning_holmes.check(Contrastive(), batch())
     report.print()
-    assert report.ok and len(report.notes) == 1
-    assert "negatives" in capsys.readouterr().out
+    assert report.ok and not report.exact
+    shown = capsys.readouterr().out
+    assert "exact with num_microbatches=1 only" in shown and "negatives" in shown
+    refused = lightning_holmes.check(Recurrent(), torch.randn(8, 6, 4))
+    assert not refused.ok and "time" in str(refused.refused)

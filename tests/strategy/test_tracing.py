@@ -2,12 +2,15 @@
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.plan_options import LEFT_OPEN
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
@@ -34,11 +37,30 @@ class Anneals(Plain):
         return super().training_step(batch, batch_idx) * min(1.0, self.count / 1000)
 
 
-def lesson_of(module: LightningModule, pipeline_parallel_size: int = 2) -> TraceResult:
+class Whitens(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch - batch.mean(0), batch_idx)
+
+
+class Sequences(Plain):
+    """Takes (time, samples, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.rnn(torch.stack([batch] * 3, 1))[0], batch_idx)
+
+    validation_step = training_step
+
+
+def lesson_of(module: LightningModule, pipeline_parallel_size: int = 2, **asked: Any) -> TraceResult:
+    steps = ["training_step", *(["validation_step"] if "eval_num_microbatches" in asked else [])]
     return trace_module(
         module,
-        {"training_step": torch.randn(8, 4)},
-        LEFT_OPEN,
+        dict.fromkeys(steps, torch.randn(8, 4)),
+        replace(LEFT_OPEN, **asked),
         pipeline_parallel_size=pipeline_parallel_size,
         traces=True,
         world_size=1,
@@ -59,3 +81,19 @@ def test_a_step_that_keeps_nothing_or_runs_whole_is_not() -> None:
         warnings.simplefilter("error", UserWarning)
         lesson_of(Plain())
         lesson_of(Anneals(), pipeline_parallel_size=1)
+
+
+def test_where_company_matters_the_number_of_microbatches_is_one_unless_one_is_given() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert "depends on which samples" in lesson_of(Whitens()).dependence
+        assert "the first dimension is time to rnn" in lesson_of(Sequences()).dependence
+        assert lesson_of(Plain()).dependence == "" == lesson_of(Whitens(), num_microbatches=1).dependence
+    with pytest.warns(UserWarning, match="depends on which samples are together"):
+        assert lesson_of(Whitens(), num_microbatches=2).dependence == ""
+    with pytest.raises(
+        UnsupportedModuleError, match=r"^num_microbatches=2: the first dimension .* is time to rnn: .*split_batch"
+    ):
+        lesson_of(Sequences(), num_microbatches=2)
+    with pytest.raises(UnsupportedModuleError, match=r"^eval_num_microbatches=4: .* Sequences.validation_step"):
+        lesson_of(Sequences(), eval_num_microbatches=4)
