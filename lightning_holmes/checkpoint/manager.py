@@ -231,7 +231,7 @@ class CheckpointManager:
         except Exception as error:
             warnings.warn(f"a checkpoint was not written: {error}")
 
-    def add_what_resuming_needs(self, job: Job, checkpoint: dict[str, Any], *, base_seed: int, failed: bool) -> None:
+    def add_what_resuming_needs(self, job: Job, checkpoint: dict[str, Any], *, failed: bool, **about: int) -> None:
         """Add the run's seed and each replica's loader states to ``checkpoint``; all ranks must call."""
         states = resume.loader_states(checkpoint)
         replicas = [states]
@@ -243,7 +243,7 @@ class CheckpointManager:
                 replicas = [everyone[replica] for replica in range(job.num_replicas)]
         elif not states:
             replicas = [[] for _ in range(job.num_replicas)]
-        resume.add(checkpoint, base_seed=base_seed, replicas=replicas)
+        resume.add(checkpoint, replicas=replicas, **about)
 
     def _systems(self, job: Job, folder: Path) -> FileSystems:
         if str(folder) not in self._file_systems:

@@ -20,9 +20,19 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     return list(state.get("combined_loader", []))
 
 
-def add(checkpoint: dict[str, Any], *, base_seed: int, replicas: Sequence[list[Any]]) -> None:
-    """Write into ``checkpoint`` what :func:`take` reads; ``replicas`` has each one's loader states."""
-    checkpoint[KEY] = {"base_seed": base_seed, "data_parallel_size": len(replicas), "loader_states": list(replicas)}
+def add(checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int, replicas: Sequence[list[Any]]) -> None:
+    """Write into ``checkpoint`` what the functions below read.
+
+    Args:
+        num_microbatches: of a replica's batch; 0 where nothing was trained.
+        replicas: each one's loader states.
+    """
+    checkpoint[KEY] = {
+        "base_seed": base_seed,
+        "num_microbatches": num_microbatches,
+        "data_parallel_size": len(replicas),
+        "loader_states": list(replicas),
+    }
 
 
 def add_plan(checkpoint: dict[str, Any], plan: str) -> None:
@@ -44,6 +54,15 @@ def base_seed(checkpoint: dict[str, Any]) -> int | None:
     """The seed of the run that was saved, if this package saved it."""
     seed = checkpoint.get(KEY, {}).get("base_seed")
     return None if seed is None else int(seed)
+
+
+def num_microbatches(checkpoint: dict[str, Any], num_replicas: int) -> int | None:
+    """The number with which ``num_replicas`` replicas have as many microbatches in all as the run that was saved, and so
+    the same random numbers; its own number where theirs would be no whole one. None where it is not known."""
+    saved = checkpoint.get(KEY, {})
+    own = int(saved.get("num_microbatches", 0))
+    in_all = own * int(saved.get("data_parallel_size", 1))
+    return (in_all // num_replicas if in_all % num_replicas == 0 else own) or None
 
 
 def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_replicas: int) -> None:

@@ -155,8 +155,13 @@ class RunCheckpoints:
             return
         run = self.fit or self.run
         if "loops" in checkpoint:
-            seed = 0 if run is None else run.base_seed
-            self.manager.add_what_resuming_needs(member, checkpoint, base_seed=seed, failed=failed)
+            self.manager.add_what_resuming_needs(
+                member,
+                checkpoint,
+                base_seed=0 if run is None else run.base_seed,
+                num_microbatches=0 if self.fit is None else self.fit.plan.num_microbatches,
+                failed=failed,
+            )
         plan = "" if self.run is None else self.run.plan.to_yaml()
         background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
@@ -204,6 +209,7 @@ class RunCheckpoints:
             loaded = self.manager.load(member, path, weights_only=weights_only)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.resumption.seed = resume.base_seed(loaded)
+            self.resumption.num_microbatches = resume.num_microbatches(loaded, member.num_replicas)
             resume.give_loaders_their_states(loaded, member.replica, member.num_replicas)
         return loaded
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 
@@ -56,7 +57,7 @@ class Fit(Run):
         self._make_optimizers()
         if self.job.groups.pipeline is not None:
             self._show_whole_module_to_callbacks(self.job.groups.pipeline)
-            if self.options.chooses_schedule:
+            if self.options.chooses_schedule and not torch.are_deterministic_algorithms_enabled():
                 self._trial = SplitTrial(self.plan, self.driver, self.job.connection.device)
         self._begin()
 

@@ -24,6 +24,7 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_mo
 from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.partition import PARTITION_NAMES
@@ -121,6 +122,16 @@ class Options:
     def chooses_schedule(self) -> bool:
         """Whether nobody has named a schedule, neither the argument nor a plan file."""
         return self.schedule == "auto" and self.plan is None
+
+    def without_measuring(self) -> Options:
+        """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
+        runtime_plan.py to settle."""
+        return dataclasses.replace(
+            self,
+            gradient_sync="all_reduce" if self.gradient_sync == "auto" else self.gradient_sync,
+            bucket_bytes=DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes,
+            sharded_optimizer=self.master_weights if self.sharded_optimizer == "auto" else self.sharded_optimizer,
+        )
 
     @functools.cached_property
     def gradient_options(self) -> GradientOptions:

@@ -44,6 +44,8 @@ class PlanRequest:
         former: the plan and choice of the run before of this strategy, whose layout is kept.
         predicts: a prediction is wanted even where everything is settled.
         topology_given: the user has described the clusters and their links.
+        measures: what is measured may decide something.
+        resumed_microbatches: of the run that is gone on from; None where there is none, or it does not say.
     """
 
     module: pl.LightningModule
@@ -62,3 +64,5 @@ class PlanRequest:
     former: RuntimePlan | None = None
     predicts: bool = False
     topology_given: bool = False
+    measures: bool = True
+    resumed_microbatches: int | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
@@ -86,6 +87,8 @@ def plan_run(trainer: "pl.Trainer", context: RunContext) -> tuple[RuntimePlan, M
             former=context.former,
             predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
             topology_given=options.topology != "auto",
+            measures=not torch.are_deterministic_algorithms_enabled(),
+            resumed_microbatches=context.resumption.take_num_microbatches() if fitting else None,
         )
     )
     return planned, traced.structure

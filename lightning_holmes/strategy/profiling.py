@@ -72,6 +72,8 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         return "nothing is trained" if request.batch is None else "the samples of a batch cannot be told"
     if request.layout.placement.tensor_parallel_size > 1:
         return "layers that are sharded over several ranks are not profiled"
+    if not request.measures:
+        return "with Trainer(deterministic=True) nothing that is measured decides"
     if structure.changed_parameters:
         return f"a step changes {structure.changed_parameters[0]} in place"
     several = request.layout.num_hosts > 1

@@ -17,11 +17,13 @@ class Resumption:
     Attributes:
         weights: a module's state by names, and whether it must fit exactly.
         seed: of the run that was saved, from which dropout goes on.
+        num_microbatches: with which it draws for the same samples.
     """
 
     def __init__(self) -> None:
         self.weights: tuple[Mapping[str, Any], bool] | None = None
         self.seed: int | None = None
+        self.num_microbatches: int | None = None
 
     def put_weights(self, pipeline: PipelineModule) -> None:
         """Put the weights, where there are any, into what this rank holds. All ranks must call."""
@@ -33,3 +35,8 @@ class Resumption:
         """The seed, once."""
         seed, self.seed = self.seed, None
         return seed
+
+    def take_num_microbatches(self) -> int | None:
+        """The number, once."""
+        count, self.num_microbatches = self.num_microbatches, None
+        return count

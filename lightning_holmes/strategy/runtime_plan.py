@@ -92,16 +92,18 @@ def _settle_chunks(request: PlanRequest) -> PlanRequest:
 
 
 def _settled(request: PlanRequest) -> PlanRequest:
-    """The request with those choices made that are exact one way only."""
-    dependence = request.traced.dependence
-    if not dependence or request.options.num_microbatches != "auto":
+    """The request with the number of microbatches where only one is exact."""
+    if request.options.num_microbatches != "auto":
         return request
-    note = f"num_microbatches: 1, as in plain Lightning: of a split batch {dependence}; give a number to split it all the same"
-    return replace(
-        request,
-        options=replace(request.options, num_microbatches=1),
-        layout=replace(request.layout, notes=(*request.layout.notes, note)),
-    )
+    saved, dependence, size = request.resumed_microbatches, request.traced.dependence, request.traced.batch_size
+    if saved is not None and saved <= (size or saved):
+        count, why = saved, "as in the run that is resumed, so that random numbers go on"
+    elif dependence:
+        count, why = 1, f"as in plain Lightning: {dependence}; give a number to split batches all the same"
+    else:
+        return request
+    layout = replace(request.layout, notes=(*request.layout.notes, f"num_microbatches: {count}, {why}"))
+    return replace(request, options=replace(request.options, num_microbatches=count), layout=layout)
 
 
 def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> PipelinePlan:

@@ -355,9 +355,10 @@ class HolmesStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._builder = self._builder or self._make_builder()
+        deterministic = torch.are_deterministic_algorithms_enabled()
         context = RunContext(
             job=self._joined,
-            options=self._options,
+            options=self._options.without_measuring() if deterministic else self._options,
             builder=self._builder,
             resumption=self._resumption,
             splitter=self._splitter,

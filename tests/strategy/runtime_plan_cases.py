@@ -1,9 +1,11 @@
 """Runs whose plan is chosen from costs, on every rank."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
@@ -112,3 +114,57 @@ def settings(payload: Any) -> list[dict[str, Any] | None]:
         trainer = setting.trainer(max_steps=1, precision=case["precision"])
         trainer.fit(build(Classifier), setting.loader(samples(32), 16))
     return list(seen)
+
+
+class Drops(Classifier):
+    """Draws random numbers, by microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.drop(x))
+
+
+class Whitens(Classifier):
+    """Depends on which samples are together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def settled(payload: Any) -> dict[str, Any]:
+    """Numbers of microbatches that nothing measured decides, and what they give: as few as are exact, with
+    deterministic=True, and those of the run that is resumed. On four ranks, two stages."""
+    folder, holmes = Path(payload["folder"]), {"pipeline_parallel_size": 2}
+    found: dict[str, Any] = {}
+
+    def fit(name: str, cls: Any, *, ckpt_path: str | None = None, max_epochs: int = 2, **given: Any) -> pl.Trainer:
+        trainer_options = given.pop("trainer", {})
+        asked = holmes | given
+        replicas = int(os.environ["WORLD_SIZE"]) // asked["pipeline_parallel_size"]
+        setting = Setting(folder=folder, holmes=asked, replicas=replicas)
+        pl.seed_everything(3, verbose=False)
+        module = build(cls)
+        trainer = setting.trainer(max_epochs=max_epochs, **trainer_options)
+        trainer.fit(module, setting.loader(samples(32), 16), ckpt_path=ckpt_path)
+        strategy: Any = trainer.strategy
+        found[name] = {
+            "num_microbatches": strategy.plan.num_microbatches,
+            "schedule": strategy.plan.schedule,
+            "notes": strategy.plan.notes,
+            "sync": [(c.collective, c.reason) for c in strategy.gradient_sync_choices],
+            "weights": {k: v.detach().clone() for k, v in module.state_dict().items()},
+        }
+        return trainer
+
+    fit("company", Whitens)
+    fit("deterministic", Drops, trainer={"deterministic": True}, max_epochs=1)
+    torch.use_deterministic_algorithms(False)
+    saved = str(folder / "saved.ckpt")
+    fit("whole", Drops, num_microbatches=4, schedule="1f1b")
+    fit("first", Drops, num_microbatches=4, schedule="1f1b", max_epochs=1).save_checkpoint(saved)
+    fit("resumed", Drops, schedule="1f1b", ckpt_path=saved)
+    fit("resumed without stages", Drops, pipeline_parallel_size=1, sharded_optimizer=False, ckpt_path=saved)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch import launch
 from runtime_plan_cases import Looks, Uneven
-from strategy_cases import Classifier, Setting, build, numbers, samples
+from strategy_cases import Classifier, Setting, build, differences, numbers, samples
 
 from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
@@ -162,6 +162,23 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "classifier")
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
+
+
+def test_where_one_number_of_microbatches_is_exact_it_is_taken(tmp_path: Path) -> None:
+    """Baseline of the resumed run: the one that never stopped, with its dropout. Tolerance 1e-6, relative."""
+    for found in launch(4, "runtime_plan_cases:settled", {"folder": str(tmp_path)}, timeout_s=150):
+        company, fixed, whole = found["company"], found["deterministic"], found["whole"]
+        assert company["num_microbatches"] == 1
+        assert "the loss depends on which samples are in it" in note(company, "num_microbatches")
+
+        assert (fixed["num_microbatches"], fixed["schedule"]) == (8, "1f1b")
+        assert "nothing that is measured decides" in note(fixed, "partition")
+        assert all(choice == ("all_reduce", "asked for") for choice in fixed["sync"])
+
+        for name, count in (("resumed", 4), ("resumed without stages", 2)):
+            assert found[name]["num_microbatches"] == count
+            assert "as in the run that is resumed" in note(found[name], "num_microbatches")
+        assert not differences(whole["weights"], found["resumed"]["weights"], relative=1e-6)
 
 
 @pytest.mark.parametrize(
