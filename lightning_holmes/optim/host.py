@@ -90,7 +90,7 @@ class LocalHost:
         self._is_owner = is_owner
         self._scaler = scaler
         self._place = place
-        self._scale = None if scaler is None else LossScale(scaler, groups.pipeline, device)
+        self._scale = None if scaler is None else LossScale(scaler, (groups.pipeline, groups.tensor_parallel), device)
 
     def take_gradients(self, *, last: bool) -> None:
         """They become ``p.grad``; after the ``last`` batch of a window they are checked, and stages agree on an overflow."""
@@ -157,7 +157,8 @@ class ShardedHost(LocalHost):
         self.shards = shards
         if self._scaler is not None:
             shards.fill(device)
-            self._scale = LossScale(self._scaler, groups.pipeline, device, shares_group=groups.data_parallel)
+            holders = (groups.pipeline, groups.tensor_parallel, groups.data_parallel)
+            self._scale = LossScale(self._scaler, holders, device)
 
     def _assign(self, *, last: bool) -> None:
         self._buffer.assign_grads(last=last, shown=not last or self.shards.whole_gradients)

@@ -1,19 +1,21 @@
-"""Loss scaling for 16-bit floats across the stages of a pipeline: one scale, and one verdict on overflow.
+"""Loss scaling for 16-bit floats across the ranks that hold a module together: one scale, and one verdict on overflow.
 
 The scaler is the user's, ``torch.amp.GradScaler`` or what ``precision="16-mixed"`` makes. It looks at this rank's
-gradients only; an overflow on another stage is shown to it as one here, so that all skip the step and lower the scale.
+gradients only; an overflow on another stage, or in another part of a sharded tensor, is shown to it as one here, so that
+all skip the step and lower the scale.
 
     losses are multiplied by scale.factor() on the last stage
     scale.agree(parameters)        # after the reduction, before the scaler unscales
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 
 
@@ -21,20 +23,13 @@ class LossScale:
     """The scale of ``scaler`` (anything with ``get_scale``) and the agreement on overflow.
 
     Args:
-        pipeline_group: the ranks of this pipeline, which all call :meth:`agree`; None if there is one stage.
-        shares_group: the replicas, which all call it, too, where each sees its share of the gradients only.
+        groups: over which ranks see different gradients (stages, a tensor group, replicas of which each has a share); all
+            of them call :meth:`agree`. None: there is no such group.
     """
 
-    def __init__(
-        self,
-        scaler: Any,
-        pipeline_group: dist.ProcessGroup | None,
-        device: torch.device,
-        *,
-        shares_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, scaler: Any, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
         self._scaler = scaler
-        self._groups = (pipeline_group, shares_group)
+        self._groups = groups
         self._device = device
 
     def factor(self) -> float:
@@ -47,7 +42,8 @@ class LossScale:
         Raises:
             UnsupportedModuleError: this stage has no gradient at all, with which a scaler cannot work.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        found = [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
+        gradients = [g for g in found if g.numel()] or found
         finite = [gradient.isfinite().all() for gradient in gradients]
         state = torch.zeros(2, device=self._device)  # an overflow anywhere; a stage without gradients
         if finite:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_holmes import checkpoint
+from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import SUMMARY, optimizers_to_device, prints_summary
@@ -31,6 +32,7 @@ from lightning_holmes.strategy.compat.averaging import WeightAverages
 from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
+from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
 from lightning_holmes.strategy.gradients import make_gradients
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
@@ -82,13 +84,16 @@ class Fit(Run):
             ParameterGroups(self.pipeline, optimizers, names, callbacks, connection.all_gather)
         )
         strategy.setup_precision_plugin()
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        if scaler is not None and dtensor.has_dtensor_parameters(self.module):
+            undo.enter_context(unscaling_parts(scaler))
         optimizers_to_device(optimizers, connection.device)
         self.gradients = make_gradients(
             self.pipeline,
             job.groups,
             self.plan,
             connection.device,
-            scaler=getattr(strategy.precision_plugin, "scaler", None),
+            scaler=scaler,
             shard=lambda reducer: self._shard_optimizer(found, reducer),
             options=options.gradient_options,
             board=self._make_board(),

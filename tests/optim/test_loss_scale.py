@@ -30,7 +30,7 @@ def with_other_stage(monkeypatch: pytest.MonkeyPatch, overflow: float, without: 
 
 
 def scale(group: Any) -> LossScale:
-    return LossScale(SimpleNamespace(get_scale=lambda: 8.0), group, torch.device("cpu"))
+    return LossScale(SimpleNamespace(get_scale=lambda: 8.0), (group, None), torch.device("cpu"))
 
 
 def test_an_overflow_elsewhere_is_shown_to_the_scaler_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -191,6 +192,10 @@ def train(
     seed_everything(11, verbose=False)
     watch = Watch(options.pop("save", None))
     ckpt_path = options.pop("ckpt_path", None)
+    scale = options.pop("scale", None)
+    if scale is not None:  # 16-bit floats on the CPU, in torch's autocast
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2, **options}
     trainer = Trainer(
         accelerator="cpu",
@@ -208,6 +213,12 @@ def train(
     )
     trainer.fit(build(style, dropout), ckpt_path=ckpt_path)
     return trainer, watch
+
+
+def scale_of(trainer: Trainer) -> float | None:
+    """The last loss scale, if there is one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return None if scaler is None else scaler.get_scale()
 
 
 def run(case: dict[str, Any]) -> dict[str, Any] | str:
@@ -232,6 +243,7 @@ def run(case: dict[str, Any]) -> dict[str, Any] | str:
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "grid": strategy.plan.placement.grid,
         "coordinate": strategy.device_mesh.get_coordinate(),
+        "scale": scale_of(trainer),
         "axes": strategy.device_mesh.mesh_dim_names,
         "weights": {n: p for n, p in weights.items() if not p.isnan().all()},  # of other stages: placeholders, or whole
     }

@@ -3,6 +3,7 @@
 Baseline: the same module, whole, by plain Lightning in one process, fp32. Tolerance 1e-5, relative.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from launch import launch
 from lightning.pytorch import LightningModule
-from tensor_parallel_cases import STEPS, Words, train
+from tensor_parallel_cases import STEPS, Words, scale_of, train
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import read_state_dict
@@ -119,12 +120,14 @@ def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
 
 
 def test_two_processes(baseline: Baseline) -> None:
-    """A tensor group alone: clipped by norm and by value; dropout; what is wrong or shares nothing is refused."""
+    """A tensor group alone: clipped by norm and by value; dropout; 16-mixed, whose first steps overflow (16-bit sums
+    are taken in another order: 1e-3); what is wrong or shares nothing is refused."""
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     cases: list[dict[str, Any]] = [
         {"strategy": {}},
         {"strategy": {"num_microbatches": 2}, "style": "sequence", **by_value},
         {"strategy": {}, "style": "dtensor", "dropout": 0.1},
+        {"strategy": {}, "scale": 2.0**20},
         {"strategy": {}, "style": "wrong", "refused": True},
         {"strategy": {}, "style": "none", "refused": True},
     ]
@@ -132,6 +135,11 @@ def test_two_processes(baseline: Baseline) -> None:
     baseline.is_met_by([found[0] for found in ranks])
     Baseline(**by_value).is_met_by([found[1] for found in ranks])
     Baseline(HolmesStrategy(), dropout=0.1).is_met_by([found[2] for found in ranks])
+    scaled, watch = train("auto", scale=2.0**20)
+    for *_, found, _, _ in ranks:
+        assert found["losses"] == pytest.approx(watch.losses, rel=1e-3) and found["scale"] == scale_of(scaled)
+        assert found["norms"] == pytest.approx(watch.norms, rel=1e-3, nan_ok=True)
+    assert 0 < sum(map(math.isfinite, watch.norms)) < len(watch.norms), "some steps overflow, and some do not"
     for *_, refusal, nothing in ranks:
         assert "no parameter of Words is sharded" in nothing
         assert "the gradients of blocks.1.norm.bias (and 1 more parameters) differ between the ranks" in refusal
