@@ -6,6 +6,7 @@ receive what rank 0 found, or the reason why the module is refused.
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
@@ -91,7 +92,7 @@ def _trace(
     may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)
     structure: ModuleStructure | None = None
     batch_size: int | None = None
-    dependence = ""
+    dependence = untraced = ""
     layers = options.layers
     for step_name, batch in samples.items():
         training = step_name == "training_step"
@@ -109,26 +110,40 @@ def _trace(
         small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
         arguments = (small, *([0] * (step_arguments(module, step_name) - 1)))
         step_context = functools.partial(context, step_name)
+        found = None
         try:
-            found = trace_step(module, step_name, arguments, layers=layers, context=step_context)
+            if not untraced:
+                found = trace_step(module, step_name, arguments, layers=layers, context=step_context)
         except Exception as error:
-            if may_run_whole:
-                return TraceResult(batch_size=batch_size, reason=f"{type(error).__name__}: {error}")
-            raise
+            if not may_run_whole:
+                raise
+            untraced = f"{type(error).__name__}: {error}"
         splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
-        if splits and not found.changed_parameters:
-            company = find_batch_dependence(module, step_name, batch, arguments[1:], splitter, context=step_context)
-            if company is not None and wanted == "auto":
-                dependence, splits = company.cause, False
-            elif company is not None and company.is_cut_along_time:
-                raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
-            elif company is not None:
-                rank_zero_warn(company.reason)
-        if splits and found.kept_values:
+        if splits and (found is None or not found.changed_parameters):
+            company = None
+            with suppress(Exception) if untraced else nullcontext():  # such a step may not run before its time
+                company = find_batch_dependence(module, step_name, batch, arguments[1:], splitter, context=step_context)
+            if company is not None:
+                dependence = _answer(company, step_name, wanted)
+        if found is None:
+            continue
+        if splits and not dependence and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         structure = found if structure is None else structure.merged(found)
         layers = structure.layers
+    if untraced:
+        return TraceResult(batch_size=batch_size, reason=untraced, dependence=dependence)
     return TraceResult(structure=structure, batch_size=batch_size, dependence=dependence)
+
+
+def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
+    """Take one microbatch where nobody has given a number, and say why; warn of a number, or refuse it."""
+    if wanted == "auto":
+        return company.cause
+    if company.is_cut_along_time:
+        raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
+    rank_zero_warn(company.reason)
+    return ""
 
 
 def microbatches_argument(step_name: str) -> str:
