@@ -40,6 +40,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.checkpoint import load_whole_state, read_state_dict
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.uncaught import line_of
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_private import config_value
@@ -281,6 +282,9 @@ def main(args: Sequence[str] | None = None) -> None:
         shown = find_users_error(error)
         if shown is None:
             raise
+        if (line := line_of(error)) is not None:
+            print(line, file=sys.stderr)
+            sys.exit(2)
         rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID")
         prefix = f"[rank {rank}] " if rank not in (None, "0") else ""
         print(f"{prefix}lightning-holmes: {type(shown).__name__}: {shown}", file=sys.stderr)

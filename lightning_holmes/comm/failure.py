@@ -1,6 +1,6 @@
-"""When one rank fails, all end, and what they show is that rank's exception.
+"""When one rank fails, all end; it shows its traceback, and they a line that names it.
 
-A failing rank writes its traceback to the job's store. Every rank has a thread that looks there; ranks that
+The rank that fails first writes what ends it to the job's store. Every rank has a thread that looks there; ranks that
 are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it.
 """
 
@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.comm.lost import is_lost
@@ -28,6 +28,18 @@ _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
 _GRACE_S = 8.0
 _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to answer its last request
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Which rank failed first, and its exception in words."""
+
+    rank: int
+    words: str
+
+    def line(self, rank: int) -> str:
+        """What ``rank``, which ends because of it, shows."""
+        return f"[rank {rank}] ends, because rank {self.rank} failed: {self.words.splitlines()[0]}"
 
 
 class FailureWatch:
@@ -53,7 +65,7 @@ class FailureWatch:
         self.on_doubt: Callable[[Any], None] | None = None
         """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
         stuck. None: nobody asks any more."""
-        self._cause: tuple[int, str, str] | None = None
+        self._cause: Failure | None = None
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
@@ -61,14 +73,16 @@ class FailureWatch:
     def _key(self, name: str) -> str:
         return f"holmes/run/{self._run}/{name}"
 
-    def report(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands."""
+    def report(self, exception: BaseException) -> Failure | None:
+        """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands: returned, as far
+        as it is known."""
         if self._reachable():
             # in a thread: where the way to the store is cut, a request to it does not come back
             telling = threading.Thread(target=self._tell, args=(exception,), name="holmes-failure-report", daemon=True)
             telling.start()
             telling.join(timeout=2 * _NOTICE_S)
         self._end(timeout_s=5.0 if self._reachable() else 0.0)
+        return self._cause
 
     def _reachable(self) -> bool:
         """Whether the store has answered lately."""
@@ -76,15 +90,17 @@ class FailureWatch:
 
     def _tell(self, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
+            end = time.monotonic() + _NOTICE_S
             if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
+                while self._cause is None and time.monotonic() < end:  # the first is about to say it
+                    self._cause = self._look()
+                    time.sleep(0.02)
                 self._notice()
                 if self._rank != 0:
                     return  # rank 0 stays as long as the first: the store goes with it
             else:
-                line = f"{type(exception).__name__}: {exception}"
-                text = "".join(traceback.format_exception(exception))
-                self._store.set(self._key(_KEY), json.dumps([self._rank, line, text]))
-            end = time.monotonic() + _NOTICE_S
+                self._cause = Failure(self._rank, f"{type(exception).__name__}: {exception}")
+                self._store.set(self._key(_KEY), json.dumps([self._cause.rank, self._cause.words]))
             while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
                 time.sleep(0.05)
 
@@ -94,12 +110,11 @@ class FailureWatch:
             self._noticed = True
             self._store.add(self._key(_SEEN_KEY), 1)
 
-    def _look(self) -> tuple[int, str, str] | None:
-        """(rank, one line, traceback) of the failure that was reported first, if any."""
+    def _look(self) -> Failure | None:
+        """The failure that was reported first, if any."""
         try:
             if self._store.check([self._key(_KEY)]):
-                rank, line, text = json.loads(self._store.get(self._key(_KEY)))
-                return rank, line, text
+                return Failure(*json.loads(self._store.get(self._key(_KEY))))
         except Exception:  # the store's own rank is gone
             return None
         return None
@@ -130,9 +145,9 @@ class FailureWatch:
         while self._cause is None and time.monotonic() < end and self._reachable():
             time.sleep(0.05)
         cause = self._cause
-        if cause is None or cause[0] == self._rank:
+        if cause is None or cause.rank == self._rank:
             return exception
-        return RemoteError(f"rank {cause[0]} failed first: {cause[1]}\n\nIts traceback:\n{cause[2]}")
+        return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
 
     def stop(self) -> None:
         """End the thread, after a run that ended well.
@@ -153,17 +168,13 @@ class FailureWatch:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
             with contextlib.suppress(Exception):
                 self._answer()
-            self._cause = cause = self._look()
+            self._cause = cause = self._look() or self._cause
             self._answered = time.monotonic()
-            if cause is None or cause[0] == self._rank:
+            if cause is None or cause.rank == self._rank:
                 continue
             with contextlib.suppress(Exception):
                 self._notice()
             if self._stop.wait(_GRACE_S):
                 return
-            print(
-                f"[rank {self._rank}] ends, because rank {cause[0]} failed: {cause[1]}\n{cause[2]}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(cause.line(self._rank), file=sys.stderr, flush=True)
             os._exit(1)

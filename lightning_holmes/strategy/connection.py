@@ -26,9 +26,10 @@ from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
+from lightning_holmes.comm.uncaught import one_line, show_as
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnreachableError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError, UnreachableError
 from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.torch_private import default_store
@@ -195,15 +196,24 @@ class Connection:
     def report(self, exception: BaseException, explaining: Callable[[], AbstractContextManager[None]]) -> None:
         """Tell the other ranks that this one has failed, and why, as ``explaining`` says it."""
         self.failed = True
+        said = exception
         if isinstance(exception, Exception) and not isinstance(exception, HolmesError):
             try:
                 with explaining():  # what broke in Lightning's own collectives, or a hook's
                     raise exception
             except HolmesError as explained:
-                print(f"[rank {self.rank}] {type(explained).__name__}: {explained}", file=sys.stderr, flush=True)
-                exception = explained
+                said = explained
             except Exception:
                 pass
-        if self.watch is not None:
-            self.watch.report(exception)
-            self.watch = None
+        if self.watch is None:
+            return
+        first = self.watch.report(said)
+        self.watch = None
+        line = f"[rank {self.rank}] {one_line(said)}"
+        if first is not None and first.rank != self.rank:
+            same = isinstance(said, RemoteError) or one_line(said) == first.words.splitlines()[0]
+            show_as(exception, first.line(self.rank) if same else f"{first.line(self.rank)}; here {one_line(said)}")
+        elif first is None and isinstance(said, HolmesError) and is_lost(said):
+            show_as(exception, line)  # nobody answers: the place in the code says less than this
+        elif said is not exception:
+            print(line, file=sys.stderr, flush=True)

@@ -1,3 +1,4 @@
+import sys
 import threading
 
 import pytest
@@ -5,6 +6,7 @@ import torch.distributed as dist
 from lost_connections import raise_in
 
 from lightning_holmes.comm import failure
+from lightning_holmes.comm.uncaught import line_of, one_line, show_as
 from lightning_holmes.errors import RemoteError
 
 
@@ -109,3 +111,27 @@ def test_rank_0_whose_process_holds_the_store_stays_until_all_know_who_failed_fi
     explained = last.explain(lost.value)
     assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: on rank 1" in str(explained)
     last.stop()
+
+
+def test_who_fails_first_is_returned_to_those_that_report_after() -> None:
+    store = KeptStore()
+    watches = [failure.FailureWatch(store, rank=rank, world_size=1) for rank in range(2)]
+    assert watches[1].report(ValueError("two\nlines")) == failure.Failure(1, "ValueError: two\nlines")
+    first = watches[0].report(KeyError("later"))
+    assert first is not None and first.line(0) == "[rank 0] ends, because rank 1 failed: ValueError: two"
+
+
+def test_an_exception_with_a_line_is_shown_as_it_and_any_other_as_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: others.append(value))
+    named, wrapped, other = ValueError("named"), KeyError("while it was handled"), ValueError("other")
+    wrapped.__context__ = named
+    show_as(named, "once")
+    show_as(named, "a line")
+    for error in (named, wrapped, other):
+        sys.excepthook(type(error), error, None)
+    assert others == [other] and capsys.readouterr().err == "a line\na line\n"
+    assert (line_of(wrapped), line_of(other)) == ("a line", None)
+    assert (one_line(ValueError("a\nb")), one_line(ValueError())) == ("ValueError: a", "ValueError")

@@ -241,6 +241,8 @@ class Failing(Classifier):
             raise ZeroDivisionError(f"planned failure: {where}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.where == "everywhere":
+            self.fail("everywhere", batch_idx, RANK)
         self.fail("before the layers", batch_idx, 0)
         self.fail("killed", batch_idx, 1)
         logits = self(batch[0])

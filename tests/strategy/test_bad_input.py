@@ -13,6 +13,7 @@ from launch import Worker, launch, launch_raw
 FAILURES = {
     "before the layers": "ZeroDivisionError: planned failure: before the layers",
     "after the layers": "ZeroDivisionError: planned failure: after the layers",
+    "everywhere": "ZeroDivisionError: planned failure: everywhere",
     "after the layers of one replica": "ZeroDivisionError: planned failure: after the layers",
     "validation": "ZeroDivisionError: planned failure: validation",
     "callback": "ZeroDivisionError: planned failure: callback",
@@ -81,3 +82,17 @@ def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
         assert cause >= 0, f"rank {rank}: {worker.output[-3000:]}"
         if where != "killed":  # else a broken connection is all that is left of the cause
             assert all(at < 0 or cause < at for at in consequences), f"rank {rank}: {worker.output[-6000:]}"
+
+
+@pytest.mark.xdist_group("strategy_bad_input")
+@pytest.mark.parametrize("where", FAILURES)
+def test_one_rank_shows_the_traceback_and_each_other_a_line(where: str, failures: Any) -> None:
+    workers, _ = failures[where]
+    shown = [worker.output.count("Traceback (most recent call last)") for worker in workers]
+    lines = [re.findall(rf"^\[rank {rank}\] .+", worker.output, re.MULTILINE) for rank, worker in enumerate(workers)]
+    print(shown, lines)
+    if where == "killed":  # who fails first has lost a connection: what the library said, and what that means
+        assert shown[1] == 0 and shown[0] <= 2
+    else:
+        assert sorted(shown) == [0] * (len(workers) - 1) + [1]
+        assert [len(found) for found in lines] == [1 - count for count in shown]
