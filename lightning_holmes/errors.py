@@ -31,6 +31,10 @@ class ConnectionLostError(HolmesError, RuntimeError):
     """A rank that this one was talking to is gone, or the way to it; the message names group, transport and peer."""
 
 
+class UnevenDataError(HolmesError, RuntimeError):
+    """Ranks that train together come to the end of their data, or to that of their run, at different places."""
+
+
 class CheckpointError(HolmesError, RuntimeError):
     """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
 

@@ -21,6 +21,7 @@ class StepRequest:
     ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is split; what it
     returns gives, by the first backward, what their losses are multiplied by.
     ``exchange`` brings parameters and takes gradients; None: all is here, and gradients stay in ``p.grad``.
+    ``is_last``: this rank's loader has no batch after this one.
     """
 
     step_name: str
@@ -30,6 +31,7 @@ class StepRequest:
     seed: int
     context: Callable[[], Any]
     replica: int = 0
+    is_last: bool = False
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
     exchange: ParameterExchange | None = None
     observer: StepObserver = UNOBSERVED

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -27,6 +27,10 @@ from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
 TOPIC_RESULT = 5
+_SHARDS = (
+    "A data set that shards itself should do so not by the rank, but by the data-parallel coordinate, which "
+    "lightning_holmes.data.data_parallel_coordinate() gives in its __iter__"
+)
 
 
 class StepDriver:
@@ -108,7 +112,7 @@ class StepDriver:
         """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
         observer = request.observer
         start = observer.mark()
-        batch = yield from self._agree_on(request.batch)
+        batch = yield from self._agree_on(request)
         observer.add("wait", start)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
@@ -146,33 +150,39 @@ class StepDriver:
         observer.add("wait", start)
         return result
 
-    def _agree_on(self, batch: Any) -> Generator[None, None, Any]:
+    def _agree_on(self, request: StepRequest) -> Generator[None, None, Any]:
         """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank."""
+        batch = request.batch
         if self.tensor_p2p is not None and 0 in self.pipeline.stages:
-            batch = yield from self._agree_over(self.tensor_p2p, "tensor", batch)
+            batch = yield from self._agree_over(self.tensor_p2p, "tensor", batch, request)
             self.tensor_p2p.finish()
         if self.p2p is not None:
-            batch = yield from self._agree_over(self.p2p, "pipeline", batch)
+            batch = yield from self._agree_over(self.p2p, "pipeline", batch, request)
         return batch
 
-    def _agree_over(self, p2p: P2P, axis: str, batch: Any) -> Generator[None, None, Any]:
+    def _agree_over(self, p2p: P2P, axis: str, batch: Any, request: StepRequest) -> Generator[None, None, Any]:
         if p2p.size == 1:
             return batch
         if p2p.rank == 0:
             message = tree.map_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
             for rank in range(1, p2p.size):
-                p2p.send_message(rank, TOPIC_BATCH, message)
+                p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last))
             return batch
         while not p2p.has_message(0, TOPIC_BATCH):
             yield
-        message = p2p.receive_message(0, TOPIC_BATCH)
+        message, is_last = p2p.receive_message(0, TOPIC_BATCH)
+        if is_last != request.is_last:
+            ends, goes_on = (p2p.rank, 0) if request.is_last else (0, p2p.rank)
+            raise UnevenDataError(
+                f"the data for {request.step_name} end unevenly: after this batch {axis} rank {ends} has no other, and {axis} "
+                f"rank {goes_on} of the same replica has: every rank of it needs as many batches. {_SHARDS}"
+            )
         if self.broadcast_batch:
             return tree.map_tensors(lambda t: t.to(self.device), message)
         if message != batches.checksum(batch):
             raise ConfigurationError(
                 f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
-                f"needs the same samples. A data set that shards itself should do so not by the rank, but by the data-parallel "
-                f"coordinate, which lightning_holmes.data.data_parallel_coordinate() gives in its __iter__, and random "
+                f"needs the same samples. {_SHARDS}, and random "
                 f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
                 f"broadcast_batch=True, so that the first stage loads and the others receive"
             )

@@ -30,6 +30,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
+from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.planning import RunContext, plan_run, show_plan, step_context
@@ -108,8 +109,8 @@ class Run:
         self._state_each_batch = admission.hooks_that_read_state(self.module, trainer)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if job.connection.world_size > 1:
-            signals = BatchSignals(trainer, job.connection.watch, job.explaining, self.noting_wait)
-            self._signals = undo.enter_context(signals)
+            self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch))
+            undo.enter_context(Lockstep(trainer, self._signals, job.explaining, self.noting_wait))
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
         monitor = self.options.make_monitor()
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
@@ -183,6 +184,7 @@ class Run:
             num_microbatches=num_microbatches,
             seed=derive_seed(self.base_seed, *place),
             replica=self.job.groups.data_parallel_rank,
+            is_last=self._is_last_batch(step_name, arguments),
             context=functools.partial(step_context, self.trainer, step_name),
             loss_scales=loss_scales,
             exchange=self.exchange,
@@ -197,10 +199,15 @@ class Run:
 
     def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether this is the last batch of an evaluation loader, after which Lightning computes metrics."""
-        if step_name == "predict_step":
-            return False
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        loop: Any = self.trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self.trainer)
+        return step_name != "predict_step" and self._is_last_batch(step_name, arguments)
+
+    def _is_last_batch(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether this rank's loader has no batch after this one."""
+        fit_loop, loop = self.trainer.fit_loop.epoch_loop, active_loop(self.trainer)
+        if step_name == "training_step":
+            return bool(fit_loop.batch_progress.is_last_batch)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            loop = fit_loop.val_loop
         if loop is None or loop.batch_progress.is_last_batch:
             return True
         index = arguments[1] if len(arguments) > 1 else 0

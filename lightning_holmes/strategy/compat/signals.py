@@ -1,26 +1,23 @@
 """SIGTERM, and SLURM's signal before a job is requeued: answered between two training batches, by all ranks at the same one.
 
 Lightning's handlers act where the signal arrives, in the midst of a batch, while other stages wait for this one. Here they
-leave a note; before each batch rank 0 tells all ranks, in the message that Lightning sends there anyway. A signal that
-reached other ranks only is handed to rank 0 through the job's store.
+leave a note; before each batch rank 0 tells all ranks, in the message of lockstep.py. A signal that reached other ranks only is
+handed to rank 0 through the job's store.
 
     with BatchSignals(trainer, watch) as signals:
         ...
         signals.ends_together
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import Self
 
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.lightning_private import BEFORE_BATCH, ON_REQUEUE, ON_SIGTERM, signal_connector
+from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 _GO_ON, _END, _REQUEUE = 0, 1, 2
@@ -31,24 +28,13 @@ class BatchSignals(Replacements):
 
     Args:
         watch: talks to rank 0 beside the batches; None after a failure.
-        explaining: turns a lost connection inside into an error that names the group.
-        waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        watch: FailureWatch | None,
-        explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None) -> None:
         super().__init__()
         self._trainer = trainer
         self._watch = watch
-        self._explaining = explaining
-        self._waiting = waiting
         self._connector: Any = signal_connector(trainer)
-        self._loop: Any = trainer.fit_loop.epoch_loop
         self._told_to_end = False
         self._told_to_requeue: int | None = None
         self.ends_together = False
@@ -57,7 +43,6 @@ class BatchSignals(Replacements):
     def __enter__(self) -> Self:
         self._save_and_requeue = getattr(self._connector, ON_REQUEUE)
         self.replace(self._connector, **{ON_SIGTERM: self._note_sigterm, ON_REQUEUE: self._note_requeue})
-        self.replace(self._loop, **{BEFORE_BATCH: self._agree})
         return self
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
@@ -71,25 +56,18 @@ class BatchSignals(Replacements):
     def _note_requeue(self, signum: int, _: Any) -> None:
         self._told_to_requeue = signum
 
-    def _agree(self) -> None:
-        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException."""
+    def wanted(self) -> int:
+        """What this rank, if it is rank 0, tells all to do before the next batch."""
         rank_0_told = self._told_to_end or (self._watch is not None and self._watch.asked_to_end)
-        wanted = _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
-        message = torch.tensor([wanted], device=self._trainer.strategy.root_device)
-        try:
-            with self._waiting():
-                dist.broadcast(message, src=0)
-        except Exception as error:
-            if "imed out" in str(error):  # in the batch it would be waited for another time
-                with self._explaining():
-                    raise
-            return  # as Lightning: what is broken shows in the batch, with its reason
-        agreed = int(message.item())
-        if agreed == _END:
+        return _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
+
+    def obey(self, wanted: int) -> None:
+        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException."""
+        if wanted == _END:
             dist.barrier()
             self.ends_together = self._connector.received_sigterm = True
             raise SIGTERMException
-        if agreed == _REQUEUE:
+        if wanted == _REQUEUE:
             self._told_to_requeue = None
             self._save_and_requeue(wanted, None)
         elif self._told_to_end and self._watch is not None:

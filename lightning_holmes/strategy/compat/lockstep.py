@@ -1,0 +1,139 @@
+"""Lockstep: all ranks are at the same place of the training loop, or all end and say who was where.
+
+Lightning sends a message from rank 0 to all before each batch, for SIGTERM. Here it also says at which place rank 0 is, and goes
+out before validation, at the end of an epoch and of the fit, too: at a place where ranks part, one of them hears another
+place than its own. Without it the one that goes on would wait for the other until the timeout.
+
+    with Lockstep(trainer, signals):
+        ...
+
+What is to be done with a signal is signals.py's. That the stages of a replica have as many batches each is compared where they
+compare their batches (pipeline/steps.py), evaluation included.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from lightning_holmes.errors import UnevenDataError
+from lightning_holmes.lightning_private import BEFORE_BATCH
+from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.compat.signals import BatchSignals
+
+
+class Place(IntEnum):
+    """Where ranks meet."""
+
+    BATCH = 0
+    VALIDATION = 1
+    END_OF_EPOCH = 2
+    END_OF_FIT = 3
+
+
+_DOES = {
+    Place.BATCH: "has another batch",
+    Place.VALIDATION: "goes to validation",
+    Place.END_OF_EPOCH: "has left its epoch",
+    Place.END_OF_FIT: "has come to the end of the fit",
+}
+
+
+class Lockstep(Replacements):
+    """The places of a fit with several processes.
+
+    Args:
+        signals: what rank 0 has been told, which goes with the message before each batch.
+        explaining: turns a lost connection inside into an error that names the group.
+        waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        signals: BatchSignals,
+        explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._signals = signals
+        self._explaining = explaining
+        self._waiting = waiting
+
+    def __enter__(self) -> Self:
+        loop: Any = self._trainer.fit_loop
+        validation = loop.epoch_loop.val_loop
+        self.replace(loop.epoch_loop, **{BEFORE_BATCH: self._before_batch})
+        self.replace(validation, run=self._meeting(Place.VALIDATION, validation.run))
+        self.replace(loop, on_advance_end=self._meeting(Place.END_OF_EPOCH, loop.on_advance_end))
+        self.replace(loop, on_run_end=self._meeting(Place.END_OF_FIT, loop.on_run_end))
+        return self
+
+    def _before_batch(self) -> None:
+        self._signals.obey(self._meet(Place.BATCH, self._signals.wanted()))
+
+    def _meeting(self, place: Place, function: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(function)
+        def meet_first() -> Any:
+            self._meet(place)
+            return function()
+
+        return meet_first
+
+    def _meet(self, place: Place, wanted: int = 0) -> int:
+        """Be at the same place as rank 0; what it wants to be done. Raises UnevenDataError."""
+        trainer = self._trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        mine = [int(place), progress.total.ready, int(trainer.should_stop), int(progress.is_last_batch)]
+        message = torch.tensor([wanted, *mine], device=trainer.strategy.root_device)
+        try:
+            with self._waiting():
+                dist.broadcast(message, src=0)
+        except Exception as error:
+            if "imed out" in str(error):  # in the batch it would be waited for another time
+                with self._explaining():
+                    raise
+            return 0  # as Lightning: what is broken shows in the batch, with its reason
+        wanted, *rank_0s = message.tolist()
+        everyone = {0: rank_0s, trainer.global_rank: mine}
+        if rank_0s[0] != Place.BATCH:  # all hear so, and none is in a batch yet
+            found: list[Any] = [None] * trainer.world_size
+            with self._explaining():
+                dist.all_gather_object(found, mine)
+            everyone = dict(enumerate(found))
+        if len({tuple(at[:2]) for at in everyone.values()}) > 1:
+            raise UnevenDataError(describe_places(everyone, trainer.current_epoch))
+        return int(wanted)
+
+
+def describe_places(everyone: Mapping[int, Sequence[int]], epoch: int) -> str:
+    """What to say where ranks are at different places: each rank's place, batches since the start, whether should_stop is set,
+    and whether the last of them was the last of its data."""
+    at: dict[tuple[int, ...], list[int]] = {}
+    for rank, where in sorted(everyone.items()):
+        at.setdefault(tuple(where), []).append(rank)
+    told = "; ".join(
+        f"{_ranks(ranks)}: {'has no other batch' if place and ended else _DOES[Place(place)]} after {batches} batches"
+        f"{', should_stop set' if stops else ''}"
+        for (place, batches, stops, ended), ranks in at.items()
+    )
+    if len({where[2] for where in at}) > 1:
+        return (
+            f"the ranks stop at different places, in epoch {epoch}: {told}. Set trainer.should_stop on all ranks at once: "
+            f"trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)"
+        )
+    return (
+        f"the ranks' training data end unevenly, in epoch {epoch}: {told}. Every rank needs as many batches: shard the samples "
+        f"evenly over the replicas, or set limit_train_batches to the smallest number that a rank has"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,114 @@
+"""Data that end at different places on different ranks, and a rank that stops alone: said on all ranks, which all end soon."""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from launch import Worker, launch_raw
+
+from lightning_holmes.strategy.compat.lockstep import Place, describe_places
+
+LIMIT_S = 40.0
+# by case: ranks of a pipeline of two, how many batches each has, and what is said
+CASES: dict[str, tuple[int, tuple[int, int], tuple[str, ...]]] = {
+    "stages, iterable": (2, (5, 4), ("data for training_step end unevenly", "pipeline rank 1 has no other")),
+    "stages, the first ends": (2, (4, 5), ("data for training_step end unevenly", "pipeline rank 0 has no other")),
+    "stages, in validation": (2, (3, 2), ("data for validation_step end unevenly", "pipeline rank 1 has no other")),
+    "replicas, iterable": (1, (5, 4), ("end unevenly", "rank 0: has another batch", "rank 1: has no other batch")),
+    "replicas, the first ends": (1, (4, 5), ("end unevenly", "rank 0: has no other", "rank 1: has another batch")),
+    "replicas, with a length": (1, (5, 4), ("end unevenly", "rank 0: has another batch", "rank 1: has no other")),
+    "replicas, last epoch": (1, (4, 5), ("end unevenly", "rank 0: has no other batch", "limit_train_batches")),
+    "one stops": (1, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
+    "one stage stops": (2, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
+}
+
+
+def train(payload: dict[str, Any]) -> None:
+    """Train with the data of a case."""
+    import lightning.pytorch as pl
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from lightning_holmes import HolmesStrategy
+
+    case, rank = payload["case"], int(os.environ["RANK"])
+    size, lengths, _ = CASES[case]
+
+    class Batches(IterableDataset[Tensor]):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def __iter__(self) -> Iterator[Tensor]:
+            generator = torch.Generator().manual_seed(1)
+            yield from (torch.randn(4, 8, generator=generator) for _ in range(self.count))
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layers(batch).square().mean()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("loss", self.training_step(batch, batch_idx))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if case.endswith("stops") and rank == 1 and self.global_step == 3:
+                self.trainer.should_stop = True
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=HolmesStrategy(pipeline_parallel_size=size, num_microbatches=2),
+        max_epochs=1 if case.endswith("last epoch") else 2,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    validation = DataLoader(Batches(lengths[rank] if case.endswith("in validation") else 2), batch_size=None)
+    count = 2 if case.endswith("in validation") else lengths[rank]
+    data: Any = list(Batches(count)) if case.endswith("a length") else Batches(count)
+    print("BEGINS", time.time(), flush=True)
+    trainer.fit(Module(), DataLoader(data, batch_size=None), validation)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Worker]]:
+    def run(case: str) -> list[Worker]:
+        folder = tmp_path_factory.mktemp("uneven")
+        return launch_raw(2, "test_uneven:train", {"case": case}, timeout_s=LIMIT_S, folder=folder)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+
+
+@pytest.mark.xdist_group("strategy_uneven")
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_end_and_say_whose_data_end_where(case: str, ended: dict[str, list[Worker]]) -> None:
+    for rank, worker in enumerate(ended[case]):
+        print(f"rank {rank}: exit {worker.exit_code} after {worker.seconds:.1f} s\n{worker.output[-1500:]}")
+        assert worker.exit_code not in (0, None)
+        for words in (*CASES[case][2], "UnevenDataError"):
+            assert words in worker.output, words
+
+
+def test_ranks_at_one_place_are_told_together() -> None:
+    text = describe_places(
+        {0: (Place.BATCH, 4, 0, 0), 1: (Place.VALIDATION, 4, 0, 0), 2: (Place.BATCH, 4, 0, 0)}, epoch=3
+    )
+    assert "in epoch 3: ranks 0, 2: has another batch after 4 batches; rank 1: goes to validation after 4" in text
+    text = describe_places({0: (Place.BATCH, 4, 0, 1), 1: (Place.END_OF_FIT, 4, 1, 0)}, epoch=0)
+    assert "rank 1: has come to the end of the fit after 4 batches, should_stop set. Set trainer.should_stop" in text
