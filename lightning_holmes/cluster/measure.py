@@ -1,8 +1,8 @@
 """Which pairs of hosts stand for each class of link, when they measure, and how results enter the topology.
 
 Pure, but for the cache on disk. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
-each pair of clusters. What a topology file states is not measured. Pairs that share no host measure at the same
-time, so that a job of 64 hosts needs few rounds.
+each pair of clusters: one pair alone, and then several at once, which tells whether they share the way. What a topology
+file states is not measured. Pairs that share no host measure at the same time, so that a job of 64 hosts needs few rounds.
 
     pairs = choose_pairs(topology)
     rounds = schedule(pairs)                                # the slot of each pair
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,16 +32,22 @@ SECONDS = 0.5  # of sending a measurement, if few rounds are needed
 _LEAST_SECONDS = 0.04
 _BUDGET_S = 6.0  # of all rounds, so that 64 hosts stay under 10 s
 _MAX_AGE_S = 24 * 3600.0
+_MOST_TOGETHER = 8  # pairs of hosts that try at once what two clusters share
+_UNHINDERED = 0.8  # of what pairs reach alone: with it at once they do not share the way, as far as can be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two hosts that stand for the links of one class. clusters: twice the same inside a cluster."""
+    """Two hosts that stand for the links of one class. clusters: twice the same inside a cluster.
+
+    together: it measures at the same time as the others between these clusters, in the other direction than the lone pair.
+    """
 
     clusters: tuple[str, str]
     transport: TransportKind
     hosts: tuple[str, str]
     nics: tuple[Nic, Nic]
+    together: bool = False
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -48,7 +56,8 @@ class Pair:
 
 
 def choose_pairs(topology: Topology) -> list[Pair]:
-    """One pair of hosts for every class of link that is not stated. Hosts take turns, so that pairs can run at once."""
+    """One pair of hosts for every class of link that is not stated, and several more between clusters of several hosts.
+    Hosts take turns, so that pairs can run at once."""
     pairs: list[Pair] = []
     turns = dict.fromkeys((cluster.name for cluster in topology.clusters), 0)
     for cluster in topology.clusters:
@@ -72,21 +81,48 @@ def choose_pairs(topology: Topology) -> list[Pair]:
                             nics=(first[1], second[1]),
                         )
                     )
+                    pairs += _pairs_together(one, other)
     return pairs
 
 
+def _pairs_together(one: Cluster, other: Cluster) -> list[Pair]:
+    """Pairs of different hosts, from the second cluster to the first; none where a cluster has one host."""
+    usable = [
+        [(host.name, nic) for host in cluster.hosts if (nic := _usable(host, "ethernet", None)) is not None]
+        for cluster in (other, one)
+    ]
+    if min(map(len, usable)) < 2:
+        return []
+    return [
+        Pair(
+            clusters=(one.name, other.name),
+            transport="ethernet",
+            hosts=(first[0], second[0]),
+            nics=(first[1], second[1]),
+            together=True,
+        )
+        for first, second in list(zip(*usable, strict=False))[:_MOST_TOGETHER]
+    ]
+
+
 def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
-    """(slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot."""
-    busy: dict[str, set[int]] = {}
-    slots = []
-    for pair in pairs:
-        one, other = (busy.setdefault(host, set()) for host in pair.hosts)
-        slot = 0
-        while slot in one or slot in other:
-            slot += 1
-        one.add(slot)
-        other.add(slot)
-        slots.append(slot)
+    """(slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot; while pairs measure
+    together, nobody else of their clusters does."""
+    hosts: dict[str, set[int]] = defaultdict(set)
+    clusters: dict[str, set[int]] = defaultdict(set)
+    taken: dict[Pair | tuple[str, str], int] = {}
+    for pair in sorted(
+        pairs, key=lambda pair: pair.together
+    ):  # those that want their clusters for themselves come last
+        key = pair.clusters if pair.together else pair
+        if key not in taken:
+            busy = [clusters[name] for name in pair.clusters] if pair.together else [hosts[name] for name in pair.hosts]
+            taken[key] = next(slot for slot in itertools.count() if not any(slot in those for those in busy))
+        for name in pair.hosts:
+            hosts[name].add(taken[key])
+        for name in pair.clusters:
+            clusters[name].add(taken[key])
+    slots = [taken[pair.clusters if pair.together else pair] for pair in pairs]
     rounds = max(slots, default=0) + 1
     seconds = min(SECONDS, max(_LEAST_SECONDS, _BUDGET_S / rounds - 0.05))
     return slots, seconds, seconds + max(0.05, 0.2 * seconds)
@@ -101,7 +137,7 @@ def with_speeds(
     unreachable = list(topology.unreachable)
     for pair in pairs:
         result = results.get(pair.key)
-        if result is None:
+        if result is None or pair.together:
             continue
         if result.error is not None:
             unreachable.append(Unreachable(ends=pair.hosts, transport=pair.transport, reason=result.error[:1000]))
@@ -124,6 +160,7 @@ def with_speeds(
                     transport=pair.transport,
                     bandwidth_bytes_per_s=result.bandwidth_bytes_per_s,
                     latency_s=result.latency_s,
+                    shared_bytes_per_s=_shared(topology, pair, pairs, results, result.bandwidth_bytes_per_s),
                     measured=True,
                 )
             )
@@ -137,6 +174,29 @@ def with_speeds(
         unreachable=tuple(dict.fromkeys(unreachable)),
         measured_at_s=time.time() if measured else topology.measured_at_s,
     )
+
+
+def _shared(
+    topology: Topology,
+    lone: Pair,
+    pairs: Sequence[Pair],
+    results: Mapping[tuple[str, str, str, str], ProbeResult],
+    alone: float,
+) -> float | None:
+    """What all hosts of two clusters reach together; None where that was not measured.
+
+    Pairs that do not hinder each other say only that there is room for them: then as much is taken for every pair of hosts.
+    """
+    mine = [pair for pair in pairs if pair.together and pair.clusters == lone.clusters]
+    found = [result.bandwidth_bytes_per_s for pair in mine if (result := results.get(pair.key)) is not None]
+    rates = [rate for rate in found if rate is not None]
+    if not mine or len(rates) < len(mine):
+        return None
+    together = max(alone, sum(rates))
+    if together < _UNHINDERED * len(mine) * alone:
+        return together
+    fewest = min(len(cluster.hosts) for cluster in topology.clusters if cluster.name in lone.clusters)
+    return together * fewest / len(mine)
 
 
 def fingerprint(topology: Topology) -> str:

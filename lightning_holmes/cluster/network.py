@@ -80,12 +80,18 @@ class Host:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The way between two clusters, named by the clusters at its ends. It counts in both directions."""
+    """The way between two clusters, named by the clusters at its ends. It counts in both directions.
+
+    Attributes:
+        bandwidth_bytes_per_s: one way; where it is stated of all their hosts together, where it was measured of one pair.
+        shared_bytes_per_s: where it was measured, what all their hosts reach together; None if one pair alone was tried.
+    """
 
     ends: tuple[str, str]
     transport: TransportKind
     bandwidth_bytes_per_s: Annotated[Bandwidth, Field(alias="bandwidth")]
     latency_s: Annotated[Latency, Field(alias="latency")]
+    shared_bytes_per_s: Annotated[Bandwidth | None, Field(alias="shared_bandwidth")] = None
     measured: bool = False
 
     def __post_init__(self) -> None:

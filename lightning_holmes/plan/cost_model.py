@@ -11,9 +11,10 @@ nothing: planner.py asks it about many layouts.
 Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus fixed seconds. Tensor
 parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
 backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
-sharded evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters, with a
-sharded optimizer). Bytes that processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as
-sent so by all replicas of a stage that lies in several; what else becomes of gradients is training.py's. Memory of a rank:
+sharded evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters,
+with a sharded optimizer). What goes through one card, or over one link between clusters, at a time shares it. Bytes that
+processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as sent so by all
+replicas of a stage that lies in several; what else becomes of gradients is training.py's. Memory of a rank:
 parameters, gradients and optimizer states of its stages; held activations of the microbatches in flight (memory.py).
 Not modelled: input pipelines, logging.
 """
@@ -431,16 +432,19 @@ class CostModel:
                 distinct = np.unique(own[:, column])
                 if len(distinct) > 1:
                     rings.update(distinct.tolist())
+        channels = [self.network.group(np.unique(own[:, 0]).tolist()) for own in hosts]
+        crossing = Counter(ends for channel in channels for ends, _ in channel.links * layout.tensor)  # over that link
         groups, tensors = [], []
-        for own in hosts:
-            members = own[:, 0]
-            distinct = np.unique(members)
-            channel = self.network.group(distinct.tolist())
+        for own, channel in zip(hosts, channels, strict=True):
+            distinct = np.unique(own[:, 0])
             cards: tuple[str, ...] = ()
             if len(distinct) > 1:
                 sharers = max(rings[host] for host in distinct.tolist())
-                channel = Channel(channel.transport, shared(channel.bytes_per_s, sharers), channel.latency_s)
+                rates = [shared(channel.card_bytes_per_s, sharers)]
+                rates += [shared(rate, crossing[ends]) for ends, rate in channel.links]
                 cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
+                cards += tuple(_link(way) for ends, _ in channel.links for way in (ends, ends[::-1]))
+                channel = Channel(channel.transport, min(rates), channel.latency_s)
             across = len({self.network.cluster_of_host[host] for host in distinct.tolist()}) > 1
             groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards, across))
             together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
@@ -469,8 +473,11 @@ class CostModel:
         second = self._host[layout.devices_of(target)].ravel()
         away = first != second
         leaving, coming = np.bincount(first[away]), np.bincount(second[away])
+        cluster = self.network.cluster_of_host
+        pairs = list(zip(first.tolist(), second.tolist(), strict=True))
+        crossing = Counter((cluster[one], cluster[other]) for one, other in pairs if cluster[one] != cluster[other])
         worst: tuple[float, Route] | None = None
-        for one, other in sorted(set(zip(first.tolist(), second.tolist(), strict=True))):
+        for one, other in sorted(set(pairs)):
             channel = self.network.between_hosts(one, other)
             if channel.transport == LOCAL:
                 # every device has a way of its own inside the host
@@ -478,14 +485,23 @@ class CostModel:
                 route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
             else:
                 sent = ratio(one, other)
-                out_s, in_s = leaving[one] * sent / channel.bytes_per_s, coming[other] * sent / channel.bytes_per_s
-                slowest = max(out_s, in_s)
-                cards = ((f"{channel.transport} {one} out", out_s), (f"{channel.transport} {other} in", in_s))
-                route = Route(channel.latency_s, cards, carried=sent)
+                byte_s, way = sent / channel.card_bytes_per_s, (cluster[one], cluster[other])
+                cards = [
+                    (f"{channel.transport} {one} out", leaving[one] * byte_s),
+                    (f"{channel.transport} {other} in", coming[other] * byte_s),
+                    *((_link(way), crossing[way] * sent / rate) for _, rate in channel.links),
+                ]
+                slowest = max(seconds for _, seconds in cards)
+                route = Route(channel.latency_s, tuple(cards), carried=sent)
             if worst is None or slowest > worst[0]:
                 worst = slowest, route
         assert worst is not None
         return worst[1]
+
+
+def _link(way: tuple[int, int]) -> str:
+    """The link from one cluster to another as a card, which all replicas share."""
+    return f"link {way[0]}>{way[1]}"
 
 
 def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tuple[float, ...]:

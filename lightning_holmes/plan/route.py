@@ -7,9 +7,9 @@ It owns the reading of a topology's speeds. Who shares a card is for the caller 
     network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
 
 Two hosts of one cluster use the fastest RDMA kind that both have up (or the one that the cluster names), Ethernet
-otherwise. Hosts of different clusters use the clusters' link, whose bandwidth counts for each pair of hosts and not
-for all of them together; where there is none, both hosts' Ethernet cards. RDMA cards of one kind add up; of Ethernet
-cards the first is used.
+otherwise. Hosts of different clusters use the clusters' link, which all of them share; where there is none, both hosts'
+Ethernet cards. A link that was measured by one pair of hosts alone says nothing of several, and counts for each pair.
+RDMA cards of one kind add up; of Ethernet cards the first is used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,22 @@ DEFAULT_LATENCY_S = {"infiniband": 3e-6, "roce": 5e-6, "ethernet": 30e-6, "betwe
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One way from a host to another: the transport, the bytes/s of its slowest part, and the latency."""
+    """One way from a host to another.
+
+    Attributes:
+        card_bytes_per_s: of the hosts' cards, the slowest.
+        links: between clusters, (two clusters by index, bytes/s one way): what all of their hosts share.
+    """
 
     transport: str
-    bytes_per_s: float
+    card_bytes_per_s: float
     latency_s: float
+    links: tuple[tuple[tuple[int, int], float], ...] = ()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of its slowest part, where nobody else sends."""
+        return min([self.card_bytes_per_s, *(rate for _, rate in self.links)])
 
 
 class Network:
@@ -108,8 +119,10 @@ class Network:
             if self.cluster_of_host[host] != self.cluster_of_host[other]
         ]
         inside = [self._rate(host, "ethernet") for host in distinct if self._has(host, "ethernet")]
-        slowest = min(channel.bytes_per_s for channel in pairs)
-        return Channel("ethernet", min([slowest, *inside]), max(channel.latency_s for channel in pairs))
+        slowest = min(channel.card_bytes_per_s for channel in pairs)
+        links = dict(link for channel in pairs for link in channel.links)
+        latency_s = max(channel.latency_s for channel in pairs)
+        return Channel("ethernet", min([slowest, *inside]), latency_s, tuple(links.items()))
 
     def _has(self, host: int, kind: str) -> bool:
         return any(nic.kind == kind and nic.up for nic in self.hosts[host].nics)
@@ -131,13 +144,16 @@ class Network:
         return Channel(kind, min(self._rate(first, kind), self._rate(second, kind)), self._latency(first, kind))
 
     def _across(self, first: int, second: int) -> Channel:
-        names = [self.topology.clusters[self.cluster_of_host[host]].name for host in (first, second)]
+        ends = self.cluster_of_host[first], self.cluster_of_host[second]
+        names = [self.topology.clusters[end].name for end in ends]
         link = self._links.get(frozenset(names))
         kind = link.transport if link is not None else "ethernet"
         rates = [self._rate(host, kind) for host in (first, second) if self._stated(host, kind)]
         if link is not None:
-            rates.append(link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency))
-            return Channel(kind, min(rates), link.latency_s)
+            pair = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency)
+            together = link.shared_bytes_per_s if link.measured else pair
+            links = () if together is None else (((min(ends), max(ends)), together),)
+            return Channel(kind, min([pair, *rates]), link.latency_s, links)
         if len(rates) < 2:
             raise ConfigurationError(
                 f"nothing is known about the way between the clusters {names[0]!r} and {names[1]!r}; add to "

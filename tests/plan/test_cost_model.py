@@ -114,10 +114,40 @@ def test_step_costs_by_hand() -> None:
     inside, across = 2 * (1 / 2) * 5e9 / 1e11, 2 * (1 / 2) * 2.5e9 / 4e9  # each member half a card for half the bytes
     flat_ring = 2 * (3 / 4) * 5e9 / 8e9
     assert costs.reduce_s[0] == pytest.approx(min(inside + across, flat_ring), rel=1e-3)
-    # each Ethernet card carries the activations of the two devices of its host
-    (card, seconds), (_, _) = costs.routes[0, 1].hops
-    assert "ethernet" in card and seconds == pytest.approx(2 / 5e8)
+    # each Ethernet card carries the activations of the two devices of its host, the link those of all four
+    cards = dict(costs.routes[0, 1].hops)
+    assert cards.pop("link 0>1") == pytest.approx(4 / 5e8)
+    assert list(cards) == ["ethernet 0 out", "ethernet 2 in"] and set(cards.values()) == {2 / 5e8}
     assert costs.routes[0, 1].latency_s == 1e-3
+    assert "link 1>0" in dict(costs.routes[1, 0].hops), "each direction has its own"
+
+
+def many_hosts(hosts: int, link: str) -> str:
+    """Two clusters of so many hosts of one device, and what is known of the link between them."""
+    nics = "nics: [{name: ib, kind: infiniband, bandwidth: 25e9}, {name: eth, kind: ethernet, bandwidth: 1.25e9}]"
+    lines = [f"  - {{name: {c}, hosts: [{{name: {c}h, count: {hosts}, devices: 1, {nics}}}]}}" for c in "ab"]
+    ends = "{ends: [a, b], transport: ethernet, latency: 0, bandwidth: 10 Gbit/s"
+    return "\n".join(["clusters:", *lines, f"links: [{ends}{link}}}]"])
+
+
+@pytest.mark.parametrize(
+    ("link", "sharers"),
+    [("", 16), (", measured: true, shared_bandwidth: 10 Gbit/s", 16), (", measured: true", 1)],
+    ids=["stated", "measured by several pairs", "measured by one pair"],
+)
+def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int) -> None:
+    """2 x 16 hosts over one link of 10 Gbit/s: the bytes of sixteen replicas go through it, whichever way they are sent."""
+    model = cost_model(many_hosts(16, link))
+    across = model.step_costs(shape(Layout(pipeline=2, data=16)), Partition((2, 2)))
+    slowest = max(seconds for _, seconds in across.routes[0, 1].hops)
+    assert slowest == pytest.approx(sharers / 1.25e9)
+    timeline = simulate(shape(Layout(pipeline=2, data=16)).make_schedule(), across)
+    transfers = [span.end_s - span.start_s for span in timeline.spans[0] if span.kind == "transfer"]
+    assert transfers == pytest.approx([1e7 * sharers / 1.25e9] * 4)
+    # gradients of both stages cross it at the same time
+    data = model.step_costs(shape(Layout(pipeline=2, data=16, across="data")), Partition((2, 2)))
+    assert data.reduce_s[0] == pytest.approx(2 * (15 / 16) * 5e9 / (1.25e9 / (2 if sharers > 1 else 1)), rel=1e-3)
+    assert ("link 0>1" in data.reduce_cards[0]) == (sharers > 1)
 
 
 def test_what_processors_carry_by_hand() -> None:
