@@ -35,6 +35,7 @@ Place = tuple[str | int, ...]
 
 MAX_TEXT = 64 * 2**20  # characters; an inventory has some thousands, a topology of 1,000 hosts some millions
 _MAX_VALUES = 2_000_000  # of a YAML document
+_MAX_SHOWN = 80  # characters of a value
 _CONFIG = ConfigDict(strict=True, extra="forbid", str_max_length=2**16, allow_inf_nan=False)
 
 _BITS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -188,7 +189,7 @@ def _explain(found: ErrorDetails, keys_at: Callable[[Place], list[str]], shown: 
     place, kind = found["loc"], found["type"]
     if kind == "unexpected_keyword_argument":
         keys, key = keys_at(place[:-1]), str(place[-1])
-        return place, f"unknown key {key!r}; {_near(key, keys)}Allowed here: {', '.join(keys)}", None
+        return place, f"unknown key {_shown(key)}; {_near(key, keys)}Allowed here: {', '.join(keys)}", None
     if kind == "missing" and isinstance(place[-1], int):  # of a list of fixed length
         return place[:-1], f"{place[-1] + 1} entries are needed, not {place[-1]}", None
     if kind == "missing":
@@ -238,7 +239,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, (Mapping, list, tuple)):
         return "a mapping" if isinstance(value, Mapping) else "a list"
     shown = "nothing" if value is None else repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-    return shown if len(shown) <= 80 else shown[:80] + "..."
+    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
 
 
 class YamlText:
@@ -280,7 +281,9 @@ class YamlText:
             read: T = _adapter(cls).validate_json(json.dumps(self.data), by_alias=True, by_name=False)
         except ValidationError as error:
             found = _first_error(error)
-            shown = _shown_node(self._find(origin(found["loc"]))[1])
+            node = self._find(origin(found["loc"]))[1]
+            # a file that holds one text is another's, perhaps one with a secret
+            shown = "a single text" if node is self._root and isinstance(node, yaml.ScalarNode) else _shown_node(node)
             place, message, first = _explain(found, lambda place: _keys(cls, place, True, beside or {}), shown)
             if first is not None:
                 message += f"; already on line {_line(self._find(origin(first))[1])}"
@@ -330,4 +333,5 @@ def _shown_node(node: yaml.Node) -> str:
     """The value as it stands in the file."""
     if not isinstance(node, yaml.ScalarNode):
         return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
-    return repr(node.value) if node.tag.endswith(":str") else node.value or "nothing"
+    value = node.value if len(node.value) <= _MAX_SHOWN else node.value[:_MAX_SHOWN] + "..."
+    return repr(value) if node.tag.endswith(":str") else value or "nothing"

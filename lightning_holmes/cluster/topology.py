@@ -220,7 +220,7 @@ class Topology:
         """Read a topology file. Raises ConfigurationError that names file, line, key, value and the fix."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # bytes that are no text, a path with a zero
             raise ConfigurationError(f"the topology file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))
 

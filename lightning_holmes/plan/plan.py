@@ -167,6 +167,6 @@ class Plan:
         """Read a plan from a file. Raises ConfigurationError if it cannot be read."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # bytes that are no text, a path with a zero
             raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))

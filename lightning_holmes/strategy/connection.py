@@ -108,7 +108,7 @@ class Connection:
     def _refusal_of_this_host(self, host: str) -> ConfigurationError | None:
         """What is wrong with the settings of this host alone, as other hosts cannot know."""
         try:
-            if self.inventory is not None and self.options.ports is not None:
+            if self.options.ports is not None:
                 check_port_range(self.options.ports)
             self.user.check_interfaces(self.backend, host=host, interfaces=local_interfaces())
         except ConfigurationError as refusal:

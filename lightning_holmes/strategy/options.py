@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.partition import PARTITION_NAMES, Partition
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
@@ -75,6 +76,15 @@ class Options:
     port_range: Sequence[int] | None
 
     def __post_init__(self) -> None:
+        for name in ("layers", "schedule", "gradient_sync"):
+            _check_text(name, getattr(self, name), 'a name, or "auto"')
+        for name in ("grad_dtype", "compression"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name), "a name, or None")
+        if not isinstance(self.topology, Topology):
+            _check_text("topology", _path(self.topology), 'the path of a topology file, a Topology, or "auto"')
+        if self.plan is not None:
+            _check_text("plan", _path(self.plan), "the path of a plan file, or None")
         check_layout(
             pipeline_parallel_size=self.pipeline_parallel_size,
             tensor_parallel_size=self.tensor_parallel_size,
@@ -88,7 +98,14 @@ class Options:
         _check_one_of("profile", self.profile, ("auto", "flops", "measure"))
         _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
-        _check_one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False, "auto"))
+        for name in ("save_distributed_checkpoint", "sharded_optimizer"):
+            _check_one_of(name, getattr(self, name), (True, False, "auto"))
+        for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
+            _check_one_of(name, getattr(self, name), (True, False))
+        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
+            raise ConfigurationError(
+                f"timeout={self.timeout!r}: write how long ranks wait for each other, say timedelta(minutes=30), or None"
+            )
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
@@ -210,8 +227,17 @@ def _taken(kind: type[_View], options: Options) -> _View:
     return kind(**{entry.name: getattr(options, entry.name) for entry in dataclasses.fields(kind)})
 
 
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _check_text(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigurationError(f"{name}={value!r} is not allowed; write {what}")
+
+
 def _check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    if value not in known:
+    if not any(type(value) is type(choice) and value == choice for choice in known):  # 1 is not True
         *others, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in known)
         raise ConfigurationError(f"{name}={value!r} is not known; use {', '.join(others)} or {last}")
 
@@ -249,6 +275,13 @@ def check_layout(
         raise ConfigurationError(
             f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
         )
+    if not isinstance(partition, str):
+        try:
+            Partition(tuple(partition))
+        except TypeError:
+            raise ConfigurationError(
+                f"partition={partition!r} is not allowed; write a rule's name or a list of layer counts, say [4, 4]"
+            ) from None
     if schedule not in schedules:
         raise ConfigurationError(f"schedule={schedule!r} is unknown; choose one of {', '.join(schedules)}")
     if schedule == "auto":

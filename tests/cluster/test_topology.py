@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from lightning_holmes.cluster import topology as topology_module
 from lightning_holmes.cluster.topology import Cluster, Host, Link, Nic, Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.plan.plan import Plan
 
 GOOD = """\
 clusters:
@@ -203,6 +204,24 @@ def test_broken_files(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"broken\.yaml"):
         Topology.from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["hunter2\n", "hunter2: ", "- hunter2", "root:hunter2:0:0\nbin:hunter2:1:1", '"hunter2"']
+)
+def test_what_stands_in_somebody_elses_file_is_not_shown(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(text)
+    for read in (Topology.from_yaml, Plan.load):
+        with pytest.raises(ConfigurationError, match="secret, line 1") as raised:
+            read(path)
+        assert "hunter2" not in str(raised.value) or text == "hunter2: "  # a key is shown
+
+
+def test_a_long_value_is_cut_off(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Topology.from_yaml_text("clusters: " + 1000 * "x")
+    assert len(str(raised.value)) < 300
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

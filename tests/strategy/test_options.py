@@ -1,5 +1,6 @@
 """Options: what is refused by itself, and the views that are made of the arguments."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
+
+SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "sharded_optimizer", "save_distributed_checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,31 @@ from lightning_holmes.errors import ConfigurationError
         ({"monitor": 0}, "monitor=0"),
         ({"port_range": (29600, 29500)}, "the first and the last port"),
         ({"port_range": 29500}, "the first and the last port"),
+        ({"timeout": 10}, "timeout=10: write how long"),
+        ({"timeout": timedelta()}, "timeout=datetime"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout=datetime"),
+        ({"topology": None}, "topology=None is not allowed"),
+        ({"topology": ""}, "topology='' is not allowed"),
+        ({"topology": {"clusters": []}}, "topology={'clusters'.* is not allowed; write the path"),
+        ({"topology": "a\0b"}, "topology="),
+        ({"plan": ""}, "plan='' is not allowed"),
+        ({"plan": 3}, "plan=3 is not allowed"),
+        ({"plan": "a\0b"}, "plan="),
+        ({"partition": []}, "there are no counts"),
+        ({"partition": [4, -1]}, "stage 1 has -1 layers"),
+        ({"partition": [2.0, 2]}, "stage 0 has 2.0 layers"),
+        ({"partition": [True, 2]}, "stage 0 has True layers"),
+        ({"partition": None}, "partition=None is not allowed"),
+        ({"partition": 4}, "partition=4 is not allowed"),
+        ({"layers": None}, "layers=None is not allowed"),
+        ({"layers": 3}, "layers=3 is not allowed"),
+        ({"layers": " "}, "layers=' ' is not allowed"),
+        ({"schedule": None}, "schedule=None is not allowed"),
+        ({"gradient_sync": []}, "gradient_sync=.* is not allowed"),
+        ({"compression": []}, "compression=.* is not allowed"),
+        ({"grad_dtype": torch.float32}, "grad_dtype=torch.float32 is not allowed"),
+        *(({name: "true"}, f"{name}='true' is not known") for name in SWITCHES),
+        *(({name: 1}, f"{name}=1 is not known") for name in SWITCHES),
     ],
 )
 def test_what_is_wrong_by_itself_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -50,3 +78,7 @@ def test_views_follow_the_arguments() -> None:
 def test_a_plan_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"plan\.yaml"):
         HolmesStrategy(plan=str(tmp_path / "plan.yaml"))
+
+
+def test_a_timeout_may_be_none_and_a_path_an_object(tmp_path: Path) -> None:
+    HolmesStrategy(timeout=None, topology=tmp_path / "later.yaml", partition=(2, 2))  # type: ignore[arg-type]
