@@ -54,7 +54,7 @@ class LossScale:
             if group is not None:
                 dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
         overflow, without = state.tolist()
-        if without:
+        if without and any(group is not None for group in self._groups):  # alone: as the scaler says
             raise UnsupportedModuleError(
                 "a stage of the pipeline has no gradient (all its parameters are frozen), and the GradScaler of "
                 'precision="16-mixed" needs one on every stage: use bf16-mixed, or a partition with some trained layer on '

@@ -26,6 +26,7 @@ from lightning_holmes.pipeline.batch import BatchSplitter, weighted_mean
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import preserved_random_state, seed_all
 from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.whole_steps import refusing_collectives
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
 _SAMPLES = 4
@@ -195,7 +196,8 @@ class _Trial:
     def _run(self, copy: LightningModule, batch: Any, seed: int) -> Any:
         seed_all(seed, self.device_of(batch))
         step = getattr(copy, self._step_name)
-        with torch.no_grad(), self._context() if self._context is not None else nullcontext():
+        alone = refusing_collectives(copy, f"{type(copy).__name__}.{self._step_name}")
+        with torch.no_grad(), alone, self._context() if self._context is not None else nullcontext():
             return step(tree.map_tensors(Tensor.clone, batch), *self._arguments)
 
 

@@ -20,6 +20,7 @@ class StepRequest:
 
     ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is split; what it
     returns gives, by the first backward, what their losses are multiplied by.
+    ``may_skip``: a step that returns None has no backward, as in Lightning on one process.
     ``exchange`` brings parameters and takes gradients; None: all is here, and gradients stay in ``p.grad``.
     ``is_last``: this rank's loader has no batch after this one.
     """
@@ -33,6 +34,7 @@ class StepRequest:
     replica: int = 0
     is_last: bool = False
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
+    may_skip: bool = False
     exchange: ParameterExchange | None = None
     observer: StepObserver = UNOBSERVED
 

@@ -155,11 +155,13 @@ class _Batch:
                 self.scales = self.microbatches.scales()
                 start = observer.add("wait", start)  # for the replicas' weights
             outputs = self.microbatches.outputs
-            roots = [loss_of(outputs[microbatch], self.request.step_name)]
-            gradients = [torch.full_like(roots[0], self.scales[microbatch])]
-            outputs[microbatch] = tree.map_tensors(Tensor.detach, outputs[microbatch])
-            if self.scales[microbatch] == 0:
-                roots, gradients = [], []
+            roots, gradients = [], []
+            if not self._skips():
+                roots = [loss_of(outputs[microbatch], self.request.step_name)]
+                gradients = [torch.full_like(roots[0], self.scales[microbatch])]
+                outputs[microbatch] = tree.map_tensors(Tensor.detach, outputs[microbatch])
+                if self.scales[microbatch] == 0:
+                    roots, gradients = [], []
         else:
             assert run.payload is not None
             roots = [t for t in run.payload if t.requires_grad]
@@ -169,6 +171,8 @@ class _Batch:
                 gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
             start = observer.add("wait_gradient", start, stage, microbatch)
             run.payload = None
+            if self._skips():
+                roots, gradients = [], []
         splits = action.op is Op.BACKWARD_INPUT
         if not splits:
             self._count_backward(stage)
@@ -183,6 +187,10 @@ class _Batch:
         observer.add("backward_input" if splits else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
+
+    def _skips(self) -> bool:
+        """Whether the step has returned None for the whole batch, which may be seen once its forwards have run."""
+        return self.request.may_skip and all(output is None for output in self.microbatches.outputs)
 
     def _backward_weight(self, action: Action) -> None:
         start = self.observer.mark()
@@ -325,7 +333,7 @@ def loss_of(output: Any, step_name: str) -> Tensor:
     if not isinstance(loss, Tensor):
         raise UnsupportedModuleError(
             f"{step_name} returned {type(output).__name__} without a loss tensor: return the loss, or a dict with "
-            f"'loss'; skipping a step by returning None cannot be done by one stage of a pipeline alone"
+            f"'loss'; None skips a batch on one process only, and from all of its microbatches"
         )
     return loss
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
 from lightning_holmes.lightning_private import TRAINER
 from lightning_holmes.pipeline import tree
@@ -18,7 +19,22 @@ from lightning_holmes.torch_private import fake_mode_of, registered_modules, reg
 
 
 def shadow_copy(module: LightningModule) -> LightningModule:
-    """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied."""
+    """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied.
+
+    Its metrics gather nothing: not every rank runs what is done with a copy.
+    """
+    copied = _copy(module)
+    for part in copied.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _never
+    return copied
+
+
+def _never() -> bool:
+    return False
+
+
+def _copy(module: LightningModule) -> LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     for submodule in module.modules():
         for value in vars(submodule).values():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P
@@ -22,6 +23,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepRes
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute
 from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
 
 TOPIC_BATCH = 3
@@ -77,7 +79,9 @@ class StepDriver:
             stage: positions_of(pipeline.partition.layers_of(stage) if pipeline.structure else range(0), num_layers)
             for stage in pipeline.stages
         }
-        self.inside_step = False
+        self.is_inside_part = False
+        """Whether a part of a step runs: that of one stage among several, or of one microbatch."""
+        self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -139,12 +143,22 @@ class StepDriver:
         metrics = structure.step_metrics if structure is not None else ()
         window = MetricWindow(self.module, metrics, count)
         self._expect_messages()
-        self.inside_step = True
+        self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
+        guarded = self._metrics if count > 1 else {}
+
+        def refuse_compute(metric: str) -> None:
+            raise UnsupportedModuleError(describe_compute(f"{type(self.module).__name__}.{request.step_name}", metric))
+
         try:
-            with preserved_random_state(self.device), window.around_batch(), self.recorder.recording():
+            with (
+                preserved_random_state(self.device),
+                window.around_batch(),
+                self.recorder.recording(),
+                noticing_compute(guarded, refuse_compute),
+            ):
                 yield from self.runner.run(request, run)
         finally:
-            self.inside_step = False
+            self.is_inside_part = False
         start = observer.mark()
         result = yield from self._share(request, run, sizes, weights, window)
         observer.add("wait", start)

@@ -48,7 +48,7 @@ class ModuleStructure:
     ``buffer_writers[name]``: the last position at which a buffer is written. ``early_changes``: buffers,
     attributes and metrics that the step changes outside of the layers and before their end.
     ``changed_parameters``: those that a layer changes in place in its forward. ``kept_values``: Python values that the step
-    changes on the module, wherever it does.
+    changes on the module, wherever it does. ``computed_metrics``: those whose ``compute`` the step calls.
     """
 
     layers: str
@@ -61,6 +61,7 @@ class ModuleStructure:
     early_changes: tuple[str, ...] = ()
     changed_parameters: tuple[str, ...] = ()
     kept_values: tuple[str, ...] = ()
+    computed_metrics: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -144,4 +145,5 @@ class ModuleStructure:
             early_changes=tuple(dict.fromkeys(self.early_changes + other.early_changes)),
             changed_parameters=tuple(dict.fromkeys(self.changed_parameters + other.changed_parameters)),
             kept_values=tuple(dict.fromkeys(self.kept_values + other.kept_values)),
+            computed_metrics=tuple(dict.fromkeys(self.computed_metrics + other.computed_metrics)),
         )

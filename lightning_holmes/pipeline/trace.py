@@ -47,6 +47,7 @@ from lightning_holmes.pipeline.following import FollowPython, FollowValues
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
+from lightning_holmes.pipeline.whole_steps import describe_logger_folder, noticing_compute, refusing_collectives
 from lightning_holmes.torch_private import collective_ranks, registered_modules
 
 _MAX_GRAPH_NODES = 200_000
@@ -93,6 +94,7 @@ class Tracer:
     def __init__(self, module: LightningModule, step_name: str, layers: str) -> None:
         self.original = module
         self.step_name = step_name
+        self.place = f"{type(module).__name__}.{step_name}"
         self.layers = layers
         self.shadow = shadow_copy(module)
         modules = registered_modules(self.shadow.get_submodule(layers))
@@ -110,7 +112,9 @@ class Tracer:
         self.read_at: dict[int, int] = {}
         self.written_at: dict[int, int] = {}
         self.output_templates: dict[int, tuple[Any, list[Tensor], tuple[int, ...]]] = {}
+        self.metrics = {n: m for n, m in self.shadow.named_modules() if isinstance(m, Metric)}
         self.step_metrics: list[str] = []
+        self.computed_metrics: list[str] = []
         self.paused = False
         self.stale = 0  # sources of the first pass, when the second runs
         self.read_before: dict[int, int] = {}
@@ -221,7 +225,10 @@ class Tracer:
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
         # Under a dispatch mode torch.compile gives a function up for good: the steps after this one would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
-        with grad, eager, FollowValues(self), FollowPython(self), context() if context is not None else nullcontext():
+        alone = refusing_collectives(self.shadow, self.place)
+        computing = noticing_compute(self.metrics, self.computed_metrics.append)
+        around = context() if context is not None else nullcontext()
+        with grad, eager, alone, computing, FollowValues(self), FollowPython(self), around:
             output = step(*arguments)
         if self.called != list(range(self.num_layers)):
             self._refuse_calls()
@@ -347,23 +354,15 @@ class Tracer:
             elif isinstance(value, Tensor):
                 self.read(self.taint.get(self.key(value), 0), self.here)
 
-        def all_gather(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedModuleError(
-                f"{type(self.original).__name__}.{self.step_name} calls self.all_gather: the stages of a pipeline run "
-                f"different parts of a step, so a collective inside it would hang; gather in an epoch-end hook, or "
-                f"use pipeline_parallel_size=1"
-            )
-
         for name, submodule in shadow.named_modules():
             if name and isinstance(submodule, LightningModule):
                 object.__setattr__(submodule, "log", self._refused_log(name))
-        for name, replacement in (("log", log), ("all_gather", all_gather)):
-            object.__setattr__(shadow, name, replacement)
+        object.__setattr__(shadow, "log", log)
         trainer = trainer_of(self.original)
         if trainer is None:
             return lambda: None
         loggers = trainer.loggers
-        trainer.loggers = [_LoggerProbe(type(self.original).__name__, self.step_name) for _ in loggers]
+        trainer.loggers = [_LoggerProbe(self.place) for _ in loggers]
 
         def restore() -> None:
             trainer.loggers = loggers
@@ -488,6 +487,7 @@ class Tracer:
             step_metrics=tuple(dict.fromkeys(self.step_metrics)),
             early_changes=tuple(self._early_changes(buffer_keys)),
             changed_parameters=tuple(self.parameter_writes),
+            computed_metrics=tuple(dict.fromkeys(self.computed_metrics)),
             kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != UPDATE_COUNT),
         )
 
@@ -530,12 +530,14 @@ class Tracer:
 class _LoggerProbe:
     """Stands for a logger while a step is traced; only ``self.log`` reaches loggers from a pipeline's stages."""
 
-    def __init__(self, module: str, step_name: str) -> None:
-        self._place = f"{module}.{step_name}"
+    def __init__(self, place: str) -> None:
+        self._place = place
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in ("save_dir", "log_dir", "root_dir"):
+            raise UnsupportedModuleError(describe_logger_folder(self._place, name))
         raise UnsupportedModuleError(
             f"{self._place} uses self.logger directly (.{name}): loggers are on rank 0, which holds the first stage "
             f"and never sees the loss; use self.log, or log from a hook at the end of a batch or an epoch"

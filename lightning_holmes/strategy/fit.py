@@ -192,6 +192,11 @@ class Fit(Run):
             observer=self._observer(),
         )
         self.gradients.reducer.end()
+        if (
+            output is None
+        ):  # Lightning calls no backward then; what the window has gathered before stays the optimizer's
+            self.hand_over()
+            self.absorb()
         if self._trial is not None:
             self.plan = self._trial.after_batch(self.plan)
         if self.job.connection.world_size > 1:

@@ -121,9 +121,9 @@ class Run:
         self.is_open = True
 
     @property
-    def is_inside_step(self) -> bool:
-        """Whether a step of the user's runs at this moment on this rank."""
-        return self.is_open and self.driver.inside_step
+    def is_inside_part(self) -> bool:
+        """Whether a part of a user's step runs at this moment on this rank: a stage's, or a microbatch's."""
+        return self.is_open and self.driver.is_inside_part
 
     @property
     def ends_together(self) -> bool:
@@ -187,6 +187,7 @@ class Run:
             is_last=self._is_last_batch(step_name, arguments),
             context=functools.partial(step_context, self.trainer, step_name),
             loss_scales=loss_scales,
+            may_skip=self.job.connection.world_size == 1,
             exchange=self.exchange,
             observer=observer,
         )

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,10 +33,11 @@ from lightning_holmes.checkpoint import CheckpointManager
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
+from lightning_holmes.pipeline.whole_steps import describe_collective
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
@@ -473,12 +475,9 @@ class HolmesStrategy(ParallelStrategy):
 
     # collectives
 
-    def _outside_steps(self, what: str) -> None:
-        if self._run is not None and self._run.is_inside_step:
-            raise HolmesError(
-                f"{what} inside a step: the stages of a pipeline run different parts of it, so a collective would hang; "
-                f"call it in a hook at the end of a batch or an epoch"
-            )
+    def _refuse_in_parts(self, name: str) -> None:
+        if self.world_size > 1 and self._run is not None and self._run.is_inside_part:
+            raise UnsupportedModuleError(describe_collective("a step", name))
 
     @property
     def _replicas(self) -> Any:
@@ -487,27 +486,27 @@ class HolmesStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
-            self._outside_steps("strategy.barrier")
+            self._refuse_in_parts("barrier")
             collectives.barrier(self.root_device)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._outside_steps("strategy.broadcast")
+        self._refuse_in_parts("broadcast")
         return collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
-        self._outside_steps("strategy.reduce")
+        self._refuse_in_parts("reduce")
         return collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over ``group``, by default over the replicas; the first dimension counts them."""
-        self._outside_steps("strategy.all_gather")
-        group = self._replicas if group is None else group
+        """Gather over ``group``, by default (of a LightningModule, all ranks) over the replicas; the first dimension counts them."""
+        self._refuse_in_parts("all_gather")
+        group = self._replicas if group in (None, dist.group.WORLD) else group
         alone = group is None and self._job is not None and self.world_size > 1
         return collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._outside_steps("strategy.reduce_boolean_decision")
+        self._refuse_in_parts("reduce_boolean_decision")
         return collectives.decide(decision, all=all, device=self.root_device)
 
     # checkpoints

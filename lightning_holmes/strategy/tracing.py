@@ -23,6 +23,7 @@ from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_bat
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.pipeline.whole_steps import describe_compute
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.strategy.admission import step_arguments
 
@@ -127,6 +128,11 @@ def _trace(
                 dependence = _answer(company, step_name, wanted)
         if found is None:
             continue
+        if splits and found.computed_metrics:
+            metric = found.computed_metrics[0]
+            if wanted != "auto":
+                raise UnsupportedModuleError(describe_compute(f"{type(module).__name__}.{step_name}", metric))
+            dependence = dependence or f"the step calls self.{metric}.compute(), which is to see the whole batch"
         if splits and not dependence and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         structure = found if structure is None else structure.merged(found)

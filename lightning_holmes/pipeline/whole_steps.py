@@ -1,0 +1,125 @@
+"""What only a whole step may ask for, and not a part of one: the stage's of a pipeline, or that of a microbatch among several.
+
+A collective would wait for stages that never reach it, or gather microbatches in place of batches. A metric's value would be
+that of the samples so far. Where one process runs each batch at once all of this is plain Lightning's.
+
+    raise UnsupportedModuleError(describe_collective("training_step", "all_gather"))
+    with refusing_collectives(copy, "training_step"): step(batch)      # on a copy, which not every rank runs
+    with noticing_compute(metrics, names.append): step(part)
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torchmetrics import Metric
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import trainer_of
+
+_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
+"""Those of Lightning's Strategy."""
+_KEEP = "ask once, in setup(), as self.folder = self.trainer.log_dir, and use self.folder in the step"
+
+
+def asks_for_log_dir() -> bool:
+    """Whether the function that calls this was called, perhaps through others, by ``Trainer.log_dir``."""
+    code = pl.Trainer.log_dir.fget.__code__  # type: ignore[attr-defined]
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))
+
+
+def describe_collective(step: str, name: str) -> str:
+    """Why ``step`` may not call a collective of Lightning's, and the cure; to be called where it is called."""
+    if asks_for_log_dir():
+        return (
+            f"{step} reads self.trainer.log_dir, which takes a broadcast to all ranks, and the stages of a pipeline, or "
+            f"microbatches, run different parts of a step: {_KEEP}"
+        )
+    what = "self.all_gather" if name == "all_gather" else f"the strategy's {name}"
+    return (
+        f"{step} calls {what}: the stages of a pipeline run different parts of a step, so a collective inside it would hang, "
+        f"and microbatches would meet in place of batches; call it in a batch-end or epoch-end hook, or use "
+        f"pipeline_parallel_size=1 and num_microbatches=1"
+    )
+
+
+def describe_logger_folder(step: str, attribute: str) -> str:
+    """Why ``step`` may not ask a logger for its folder, and the cure."""
+    what = "self.trainer.log_dir" if asks_for_log_dir() else f"self.logger.{attribute}"
+    return f"{step} reads {what}, and only rank 0's loggers know where they write, which the last stage may not be: {_KEEP}"
+
+
+@contextmanager
+def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None]:
+    """Inside, ``module`` and its trainer's strategy refuse Lightning's collectives.
+
+    Raises:
+        UnsupportedModuleError: names the collective and the cure.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedModuleError(describe_collective(step, name))
+
+        return refuse
+
+    trainer = trainer_of(module)
+    changed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(vars(module), ("all_gather",))]
+    if trainer is not None:
+        changed.append((vars(trainer.strategy), _COLLECTIVES))
+    kept = [{name: attributes[name] for name in names if name in attributes} for attributes, names in changed]
+    for attributes, names in changed:
+        attributes.update({name: refused(name) for name in names})
+    try:
+        yield
+    finally:
+        for (attributes, names), before in zip(changed, kept, strict=True):
+            for name in names:
+                del attributes[name]
+            attributes.update(before)
+
+
+def describe_compute(step: str, metric: str) -> str:
+    """Why ``step`` may not compute a metric where it runs once for each microbatch, and the cure."""
+    return (
+        f"{step} calls self.{metric}.compute(), and runs once for each microbatch, so that the value would be that of the "
+        f"samples so far: log the metric itself, self.log(..., self.{metric}), or use num_microbatches=1 "
+        f"(eval_num_microbatches=1 in evaluation)"
+    )
+
+
+@contextmanager
+def noticing_compute(metrics: Mapping[str, Metric], notice: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a metric's ``compute`` that no metric's ``forward`` calls is told by the metric's name first."""
+    depth = 0
+
+    def inside(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_inside(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return forward_inside
+
+    def told(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def tell_and_compute(*args: Any, **kwargs: Any) -> Any:
+            if depth == 0:
+                notice(name)
+            return compute(*args, **kwargs)
+
+        return tell_and_compute
+
+    computes = {name: metric.compute for name, metric in metrics.items()}
+    for name, metric in metrics.items():
+        vars(metric).update(forward=inside(metric.forward), compute=told(name, metric.compute))
+    try:
+        yield
+    finally:
+        for name, metric in metrics.items():
+            del vars(metric)["forward"]
+            vars(metric)["compute"] = computes[name]
