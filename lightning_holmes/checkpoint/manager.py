@@ -11,7 +11,7 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +114,7 @@ class CheckpointManager:
         if self._last is not None:
             self._last.forget(TOPICS)
         target = _local(name)
-        systems = self._systems(job, target.parent)
+        systems = self._systems(job, target.parent, job.all_gather)
         save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
@@ -135,18 +135,16 @@ class CheckpointManager:
         """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
 
         Raises:
-            CheckpointError: they do not, or the folder has not been written to before.
+            CheckpointError: they do not.
         """
         self.finish(failed=True, alone=job.size == 1)
         if job.tensor_size > 1:
             raise CheckpointError("ranks that share layers by tensor parallelism hold parts only, and may not answer")
         target = _local(os.fspath(path))
-        systems = self._file_systems.get(str(target.parent))
-        if systems is None:
-            raise CheckpointError(f"nothing has been saved to {target.parent} before the failure")
         token = f"failure-{checkpoint['global_step']}"
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
-        save.run(Meeting(_client(job), job.rank, job.size, f"{token}-{target.name}", _TOGETHER))
+        meeting = Meeting(_client(job), job.rank, job.size, f"{token}-{target}", _TOGETHER)
+        systems = self._systems(job, target.parent, meeting.all_gather)  # process groups may not answer any more
+        self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
 
     def _folder_save(
         self,
@@ -245,9 +243,9 @@ class CheckpointManager:
             replicas = [[] for _ in range(job.num_replicas)]
         resume.add(checkpoint, replicas=replicas, **about)
 
-    def _systems(self, job: Job, folder: Path) -> FileSystems:
+    def _systems(self, job: Job, folder: Path, all_gather: Callable[[Any], list[Any]]) -> FileSystems:
         if str(folder) not in self._file_systems:
-            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, job.all_gather)
+            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, all_gather)
         return self._file_systems[str(folder)]
 
     # loading

@@ -3,6 +3,7 @@
 No process group takes part, so that files can be written in a thread while training uses the groups.
 """
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ class Meeting:
         self._store = store
         self._name = name
         self._timeout = timeout
+        self._round = 0
 
     def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
         """The data of all ranks on rank 0; nothing on the others."""
@@ -51,6 +53,14 @@ class Meeting:
             self._store.set(self._key(topic, 0), data)
             return data
         return self._take(self._key(topic, 0), "rank 0")
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, plain data, on every rank."""
+        self._round += 1
+        gathered = self.gather(f"values {self._round}", json.dumps(value).encode())
+        everyone = [json.loads(data) for data in gathered]
+        found: list[Any] = json.loads(self.announce(f"all values {self._round}", json.dumps(everyone).encode()))
+        return found
 
     def forget(self, topics: Sequence[str]) -> None:
         """Take rank 0's announcements out of the store, once all ranks have read them."""
