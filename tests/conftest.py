@@ -24,7 +24,16 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-LONGEST = ("testbed_training", "testbed", "optimizers", "parity0", "parity1", "testbed_faults", "strategy_pipeline")
+LONGEST = (
+    "testbed_training",
+    "testbed",
+    "lightning_contract",
+    "optimizers",
+    "parity0",
+    "parity1",
+    "testbed_faults",
+    "strategy_pipeline",
+)
 """Groups whose tests run one after the other, each for minutes: begun first, or all would wait for the last of them."""
 
 

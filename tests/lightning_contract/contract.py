@@ -1,0 +1,304 @@
+"""Lightning's promises, each a case: what a case is given, how cases are found, and how they run, many in one launch.
+
+A case is a function of a :class:`Run` that asserts what Lightning promises, in words that hold for any strategy. What it
+returns, if anything, must be what it returns under plain Lightning: numbers, lists, tensors.
+
+    def case_ends_after_max_epochs(run):          # in contract_loops.py: the case "loops.ends_after_max_epochs"
+        trainer = run.fit(Net(), max_epochs=3)
+        assert trainer.current_epoch == 3
+
+    records = run_cases("two stages", ["loops.ends_after_max_epochs"])     # by name, a record a rank
+
+Models and data are in contract_models.py, the promises in the other files here, a family each.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from contract_models import batches
+from launch import Worker, launch_raw
+from lightning.pytorch import Trainer
+
+from lightning_holmes import HolmesStrategy
+
+CASE_TIMEOUT_S = 60.0  # a case takes about a tenth of a second
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("contract_*.py") if path.stem != "contract_models")
+
+PLAIN, ONE, TWO = "plain", "one process", "two stages"
+LAYOUTS = {PLAIN: 1, ONE: 1, TWO: 2}
+"""The number of processes of each."""
+
+
+@dataclass
+class Run:
+    """Where a case runs: its layout, a folder of its own (the same on all ranks, and where the process is), its strategy."""
+
+    layout: str
+    folder: Path
+    num_microbatches: int = 1
+
+    def strategy(self, **options: Any) -> Any:
+        """What ``Trainer(strategy=)`` is given."""
+        if self.layout == PLAIN:
+            return "auto"
+        defaults: dict[str, Any] = {"schedule": "1f1b", "profile": "flops"}
+        if self.layout == TWO:
+            # all is said that a plan decides, so that nothing is measured for it
+            defaults |= {"pipeline_parallel_size": 2, "num_microbatches": self.num_microbatches}
+            defaults |= {"partition": [1, 1], "num_chunks": 1}
+        return HolmesStrategy(**defaults | options)
+
+    def trainer(self, **options: Any) -> Trainer:
+        """A quiet Trainer for one epoch; ``options`` are Lightning's, and go first."""
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": LAYOUTS[self.layout],
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": "Checkpoint" in str(options.get("callbacks")),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "default_root_dir": self.folder,
+        }
+        if options.get("barebones"):
+            defaults = {name: defaults[name] for name in ("accelerator", "devices", "max_epochs", "default_root_dir")}
+        if "strategy" not in options:
+            options["strategy"] = self.strategy()
+        return Trainer(**defaults | options)
+
+    def fit(self, module: pl.LightningModule, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Trainer:
+        """Train with a trainer of these options on the usual four batches, validated on two, or on ``loaders``."""
+        trainer = self.trainer(**options)
+        trainer.fit(module, *(loaders or (batches(), batches(2))), ckpt_path=ckpt_path)
+        return trainer
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and prints."""
+        return self.layout != TWO or os.environ["RANK"] == "0"
+
+    def meet(self) -> None:
+        """Wait for the other processes."""
+        if self.layout == TWO and dist.is_initialized():
+            dist.barrier()
+
+    def files(self, pattern: str) -> list[str]:
+        """The files and folders below this run's folder, once all processes are here: sorted names."""
+        self.meet()
+        found = sorted(str(path.relative_to(self.folder)) for path in self.folder.glob(pattern))
+        self.meet()
+        return found
+
+    @contextlib.contextmanager
+    def warning(self, match: str, category: type[Warning] = UserWarning) -> Iterator[None]:
+        """Inside, Lightning must warn, which it does in the first process only."""
+        with pytest.warns(category, match=match) if self.is_first else contextlib.nullcontext():
+            yield
+
+
+@dataclass
+class Case:
+    """A promise: its function, and with which of its values it is called."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    num_microbatches: int = 2
+    known: dict[str, str] = field(default_factory=dict)
+    """By layout, why it does not hold yet."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By layout, what the strategy's refusal says."""
+
+
+@dataclass
+class Record:
+    """What one process saw of a case; ``error`` if it did not hold, or did not end."""
+
+    result: Any = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+def each(**values: Any) -> Callable[[Any], Any]:
+    """The decorated promise is a case for each of these: it is called with the run and the value."""
+
+    def mark(function: Any) -> Any:
+        function.each = values
+        return function
+
+    return mark
+
+
+def whole_batches(function: Any) -> Any:
+    """The decorated promise sees how often the module's own steps run: its batches are not split."""
+    function.num_microbatches = 1
+    return function
+
+
+def known(reason: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """The decorated promise is known not to hold on these layouts (all of the strategy's unless given): it must fail there.
+
+    Args:
+        only: of the values of :func:`each`, those that it does not hold with.
+    """
+
+    def mark(function: Any) -> Any:
+        function.known = [*getattr(function, "known", ()), (reason, layouts or (ONE, TWO), only)]
+        return function
+
+    return mark
+
+
+def refused(match: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """The decorated promise is not kept but refused on these layouts (all of the strategy's unless given): the case ends in an
+    error of this package that says ``match``, on every process.
+
+    Args:
+        only: of the values of :func:`each`, those that are refused.
+    """
+
+    def mark(function: Any) -> Any:
+        function.refused = [*getattr(function, "refused", ()), (match, layouts or (ONE, TWO), only)]
+        return function
+
+    return mark
+
+
+def _marked(function: Any, mark: str, key: str | None) -> dict[str, str]:
+    """By layout, what a mark says of a promise with the value ``key``."""
+    marks = [(text, layouts) for text, layouts, only in getattr(function, mark, ()) if not only or key in only]
+    return {layout: text for text, layouts in marks for layout in layouts}
+
+
+def collect() -> dict[str, Case]:
+    """All cases, by name: the family, the promise, and the value in brackets."""
+    cases = {}
+    for file in FILES:
+        for name, function in vars(importlib.import_module(file)).items():
+            if not name.startswith("case_"):
+                continue
+            promise = f"{file.removeprefix('contract_')}.{name.removeprefix('case_')}"
+            for key, value in getattr(function, "each", {None: None}).items():
+                case = Case(
+                    name=promise if key is None else f"{promise}[{key}]",
+                    function=function,
+                    arguments=() if key is None else (value,),
+                    num_microbatches=getattr(function, "num_microbatches", 2),
+                    known=_marked(function, "known", key),
+                    refused=_marked(function, "refused", key),
+                )
+                cases[case.name] = case
+    return cases
+
+
+# running
+
+
+def run_cases(layout: str, names: Sequence[str]) -> dict[str, list[Record]]:
+    """The records of these cases, by process.
+
+    A case that does not hold, hangs or crashes on several processes ends its launch, since they may have parted ways. Its
+    record tells, and the cases after it run in a new launch.
+    """
+    records: dict[str, list[Record]] = {}
+    cases = collect()
+    # those that must fail are the last
+    remaining = sorted(names, key=lambda name: layout in {**cases[name].known, **cases[name].refused})
+    while remaining:
+        with tempfile.TemporaryDirectory(prefix="holmes-contract-") as folder:
+            records |= _launch(layout, remaining, Path(folder))
+        remaining = [name for name in remaining if name not in records]
+    return records
+
+
+def _launch(layout: str, names: Sequence[str], folder: Path) -> dict[str, list[Record]]:
+    """The records of the first cases, up to one that did not end well."""
+    timeout_s = CASE_TIMEOUT_S + 5.0 * len(names)
+    payload = (str(folder), layout, list(names))
+    workers = launch_raw(LAYOUTS[layout], "contract:work", payload, timeout_s=timeout_s, folder=folder / "launch")
+    records = {}
+    for index, name in enumerate(names):
+        records[name] = [_read(folder / f"{index}.{rank}", rank, worker) for rank, worker in enumerate(workers)]
+        complete = all((folder / f"{index}.{rank}").exists() for rank in range(len(workers)))
+        if not complete or (len(workers) > 1 and any(record.error for record in records[name])):
+            break
+    return records
+
+
+def _read(path: Path, rank: int, worker: Worker) -> Record:
+    if path.exists():
+        record: Record = pickle.loads(path.read_bytes())
+        return record
+    ending = "did not end" if worker.exit_code is None else f"ended with code {worker.exit_code}"
+    return Record(error=f"process {rank} {ending} in this case, or waited for another:\n{worker.output[-4000:]}")
+
+
+def work(payload: tuple[str, str, list[str]]) -> None:
+    """What each process of a launch does: the cases in turn; with others beside it, until one does not hold."""
+    folder, layout, names = payload
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rank, cases = int(os.environ["RANK"]), collect()
+    gc.freeze()  # what is imported stays, and need not be gone through at each fit
+    for index, name in enumerate(names):
+        print(f"CASE {name}", flush=True)
+        record = run_case(cases[name], layout, Path(folder) / f"case{index}")
+        temporary = Path(folder) / f"{index}.{rank}.part"
+        try:
+            temporary.write_bytes(pickle.dumps(record))
+        except Exception as exception:
+            temporary.write_bytes(pickle.dumps(Record(error=f"what it returns cannot be sent: {exception}")))
+        temporary.rename(temporary.with_suffix(""))
+        if record.error and LAYOUTS[layout] > 1:
+            return
+
+
+def run_case(case: Case, layout: str, folder: Path) -> Record:
+    """One case in this process, which is left as it was. One that hangs ends the process, and says where."""
+    folder.mkdir(exist_ok=True)
+    environment, before, record = dict(os.environ), Path.cwd(), Record()
+    started = time.monotonic()
+    os.chdir(folder)
+    pl.seed_everything(7, verbose=False)
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)
+    try:
+        record.result = case.function(Run(layout, folder, case.num_microbatches), *case.arguments)
+    except BaseException as exception:  # an interrupted Trainer exits
+        record.error = describe(exception)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(environment)
+    record.seconds = time.monotonic() - started
+    return record
+
+
+def describe(exception: BaseException) -> str:
+    """Its traceback, and the values in the innermost frame of a case."""
+    text = "".join(traceback.format_exception(exception))
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    mine = [frame for frame in frames if "contract_" in Path(frame.f_code.co_filename).name]
+    if mine:
+        values = [f"{name} = {value!r}" for name, value in mine[-1].f_locals.items()]
+        text += "".join(f"    {value[:500]}\n" for value in values if "\n" not in value)
+    return text

@@ -1,0 +1,343 @@
+"""Callbacks: in which order hooks are called and with what, which state is kept, and how a module brings callbacks of its own."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contract import TWO, Run, each, known
+from contract_models import Calls, Net, batches, weights
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+class Everything(Callback):
+    """Notes every hook that is called, whatever its name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("setup", "teardown") or (name.startswith("on_") and hasattr(Callback, name)):
+            return lambda *args, **kwargs: self.names.append(name)
+        return super().__getattribute__(name)
+
+
+def case_hooks_of_a_fit_come_in_their_order(run: Run):
+    callback = Everything()
+    run.fit(Net(), batches(1), batches(1), callbacks=[callback], num_sanity_val_steps=1)
+    validation = [
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+        "on_validation_end",
+    ]
+    assert callback.names == [
+        "setup",
+        "on_fit_start",
+        "on_sanity_check_start",
+        *validation,
+        "on_sanity_check_end",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        *validation,
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+@each(validate="validation", test="test", predict="predict")
+def case_hooks_of_an_evaluation_come_in_their_order(run: Run, stage: str):
+    callback = Everything()
+    entry = "validate" if stage == "validation" else stage
+    getattr(run.trainer(callbacks=[callback]), entry)(Net(), batches(2))
+    steps = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"] * 2
+    around = [f"on_{stage}_start", f"on_{stage}_epoch_start", *steps, f"on_{stage}_epoch_end", f"on_{stage}_end"]
+    assert callback.names == ["setup", *around, "teardown"]
+
+
+class Order(Callback):
+    """Notes its name at each of these hooks in a common list."""
+
+    def __init__(self, name: str, notes: list[Any]) -> None:
+        self.name, self.notes = name, notes
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.notes.append(self.name)
+
+
+class NotesStart(Net):
+    def __init__(self, notes: list[Any]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def on_train_start(self) -> None:
+        self.notes.append("module")
+
+
+def case_callbacks_come_in_their_order_and_before_the_module(run: Run):
+    notes: list[Any] = []
+    run.fit(NotesStart(notes), callbacks=[Order("first", notes), Order("second", notes)])
+    assert notes == ["first", "second", "module"]
+
+
+def case_checkpoints_come_last(run: Run):
+    checkpoint, other = ModelCheckpoint(run.folder), Order("other", [])
+    trainer = run.fit(Net(), callbacks=[checkpoint, other])
+    assert trainer.callbacks[-1] is checkpoint and other in trainer.callbacks
+
+
+def case_one_callback_need_not_be_in_a_list(run: Run):
+    calls = Calls("on_train_start")
+    trainer = run.trainer(callbacks=calls)
+    trainer.fit(Net(), batches(1))
+    assert calls.names == ["on_train_start"]
+
+
+def case_two_callbacks_of_one_state_key_are_refused(run: Run):
+    with pytest.raises(RuntimeError, match="state_key"):
+        run.trainer(callbacks=[Keeps("same"), Keeps("same")])
+
+
+def case_the_module_brings_callbacks(run: Run):
+    class Brings(Net):
+        def configure_callbacks(self) -> Any:
+            return [brought]
+
+    brought, given = Order("brought", []), Calls("on_train_start")
+    trainer = run.fit(Brings(), callbacks=[given])
+    assert brought.notes == ["brought"] and given.names == ["on_train_start"]
+    assert brought in trainer.callbacks and given in trainer.callbacks
+
+
+def case_the_module_s_callback_takes_the_place_of_the_trainer_s(run: Run):
+    class Brings(Net):
+        def configure_callbacks(self) -> Any:
+            return EarlyStopping("loss", patience=7)
+
+    trainer = run.fit(Brings(), callbacks=[EarlyStopping("val_loss", patience=1)])
+    assert [c.patience for c in trainer.early_stopping_callbacks] == [7]
+
+
+@each(fit="fit", validate="validate", test="test", predict="predict")
+def case_setup_and_teardown_are_told_the_stage(run: Run, entry: str):
+    told: list[Any] = []
+
+    class Told(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            told.append(("setup", stage))
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            told.append(("teardown", stage))
+
+    getattr(run.trainer(callbacks=[Told()]), entry)(Net(), batches(1))
+    assert told == [("setup", entry), ("teardown", entry)]
+
+
+def case_batch_hooks_are_given_batch_and_index(run: Run):
+    found: list[Any] = []
+
+    class Given(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            found.append(("train", tuple(batch.shape), batch_idx))
+
+        def on_validation_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            found.append(("validation", tuple(batch.shape), batch_idx, dataloader_idx))
+
+    run.fit(Net(), batches(2), batches(1), callbacks=[Given()])
+    assert found == [("train", (2, 4), 0), ("train", (2, 4), 1), ("validation", (2, 4), 0, 0)]
+
+
+@each(
+    validation=("validate", "on_validation_batch_end"),
+    test=("test", "on_test_batch_end"),
+    predict=("predict", "on_predict_batch_end"),
+)
+def case_batch_hooks_are_given_what_the_step_returned(run: Run, value: Any):
+    entry, hook = value
+    found: list[Any] = []
+
+    class Returns(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"out": self(batch), "index": batch_idx}
+
+        test_step = predict_step = validation_step
+
+    class Given(Callback):
+        pass
+
+    def given(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        found.append((outputs["out"].clone(), outputs["index"]))
+
+    callback = Given()
+    setattr(callback, hook, given)
+    getattr(run.trainer(callbacks=[callback]), entry)(Returns(), batches(2))
+    assert [index for _, index in found] == [0, 1] and found[0][0].shape == (2, 4)
+    return found
+
+
+def case_the_loss_is_given_before_the_backward(run: Run):
+    losses: list[float] = []
+
+    class Given(Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            losses.append(float(loss))
+
+    run.fit(Net(), callbacks=[Given()])
+    assert len(losses) == 4
+    return losses
+
+
+def case_the_loss_that_is_shown_is_whole_when_accumulating(run: Run):
+    """The backward's loss is divided by the number of batches, the output of the step is not."""
+    outputs: list[float] = []
+
+    class Given(Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            outputs.append(float(loss))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, output: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append(float(output["loss"]))
+
+    run.fit(Net(), callbacks=[Given()], accumulate_grad_batches=2, limit_train_batches=2)
+    return outputs
+
+
+def case_a_lambda_is_a_callback(run: Run):
+    found: list[Any] = []
+    callback = LambdaCallback(
+        on_train_start=lambda trainer, module: found.append("start"),
+        on_train_epoch_end=lambda trainer, module: found.append(trainer.current_epoch),
+    )
+    run.fit(Net(), callbacks=[callback], max_epochs=2)
+    assert found == ["start", 0, 1]
+
+
+def case_an_unknown_lambda_is_refused(run: Run):
+    with pytest.raises((TypeError, MisconfigurationException), match="on_party"):
+        LambdaCallback(on_party=lambda: None)  # type: ignore[call-arg]
+
+
+class Keeps(Callback):
+    """Counts batches, keeps the count in checkpoints, and notes what it is told of them."""
+
+    def __init__(self, name: str = "keeps") -> None:
+        self.name, self.count = name, 0
+        self.told: list[str] = []
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        checkpoint["extra"] = self.name
+        self.told.append("save")
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.told.append(f"load {checkpoint['extra']}")
+
+
+def case_state_of_callbacks_goes_through_checkpoints(run: Run):
+    first, second = Keeps(), Keeps()
+    trainer = run.fit(Net(), callbacks=[first])
+    trainer.save_checkpoint(run.folder / "kept.ckpt")
+    run.meet()
+    assert first.count == 4 and first.told == ["save"]
+    run.fit(Net(), callbacks=[second], ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
+    assert second.count == 8 and second.told == ["load keeps"]
+
+
+def case_state_of_a_callback_that_is_gone_is_warned_about(run: Run):
+    trainer = run.fit(Net(), callbacks=[Keeps("gone")])
+    trainer.save_checkpoint(run.folder / "kept.ckpt")
+    run.meet()
+    with run.warning("gone"):
+        run.fit(Net(), ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
+
+
+@each(progress_bar=ProgressBar, summary=ModelSummary, checkpoint=ModelCheckpoint)
+def case_a_trainer_names_its_callbacks(run: Run, kind: Any):
+    callback = kind()
+    trainer = run.trainer(
+        callbacks=[callback],
+        enable_progress_bar=kind is ProgressBar,
+        enable_model_summary=kind is ModelSummary,
+        enable_checkpointing=kind is ModelCheckpoint,
+    )
+    assert callback in trainer.callbacks
+    assert (trainer.progress_bar_callback is callback) == (kind is ProgressBar)
+    assert (trainer.checkpoint_callback is callback) == (kind is ModelCheckpoint)
+    assert trainer.checkpoint_callbacks == ([callback] if kind is ModelCheckpoint else [])
+
+
+def case_two_progress_bars_are_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="progress"):
+        run.trainer(callbacks=[ProgressBar(), ProgressBar()], enable_progress_bar=True)
+
+
+def case_a_checkpoint_without_checkpointing_is_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="enable_checkpointing"):
+        run.trainer(callbacks=[ModelCheckpoint()], enable_checkpointing=False)
+
+
+@known("placeholders of other stages refuse to be written to, in torch's words", TWO)
+def case_a_callback_may_change_weights_between_batches(run: Run):
+    """On every process alike."""
+
+    class Shrinks(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter *= 0.9
+
+    module = Net()
+    run.fit(module, callbacks=[Shrinks()])
+    return weights(module)
+
+
+def case_a_callback_may_log(run: Run):
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            module.log("from_module", float(batch_idx))
+            self.log("from_callback", float(batch_idx), on_step=False, on_epoch=True)
+
+    trainer = run.fit(Net(), callbacks=[Logs()])
+    assert float(trainer.callback_metrics["from_module"]) == 3.0
+    assert float(trainer.callback_metrics["from_callback"]) == 1.5
+
+
+def case_callbacks_and_data_modules_hear_of_the_same_fit(run: Run):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return batches(1)
+
+    calls = Calls("on_fit_start", look=lambda trainer, module: (trainer.datamodule is data, module.trainer is trainer))
+    data = Data()
+    run.trainer(callbacks=[calls]).fit(Net(), datamodule=data)
+    assert calls.seen == [(True, True)]

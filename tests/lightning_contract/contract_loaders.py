@@ -1,0 +1,364 @@
+"""Loaders: what a Trainer takes for data, which batches come of it in which order, and when it is asked for anew."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contract import TWO, Run, each, known, refused
+from contract_models import Batches, Net, Rows, Stream, batches, stream, weights
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+
+@each(
+    a_data_loader=lambda: batches(2),
+    without_length=lambda: stream(2),
+    an_object_with_iter=lambda: Endless(2),
+    a_short_last_batch=lambda: DataLoader(Rows(5), batch_size=3),
+    a_dropped_last_batch=lambda: DataLoader(Rows(5), batch_size=2, drop_last=True),
+    batches_of_one=lambda: DataLoader(Rows(2), batch_size=1),
+    without_automatic_batching=lambda: DataLoader([torch.ones(2, 4), torch.zeros(2, 4)], batch_size=None),
+)
+@refused("a batch of one replica has 1 samples", TWO, only=["batches_of_one"])
+def case_trains_on(run: Run, make: Any):
+    module, seen = Net(), Batches()
+    trainer = run.fit(module, make(), make(), callbacks=[seen])
+    assert trainer.global_step == len(seen.train) == len(seen.validation) == 2
+    assert seen.train == seen.validation
+    return weights(module), seen.train
+
+
+class Endless:
+    """An iterable of so many batches, which is no loader and has no length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches(self.count))
+
+
+def case_a_collate_function_makes_the_batch(run: Run):
+    def collate(rows: Any) -> Any:
+        return {"rows": torch.stack(rows), "names": [f"row {round(float(row[0]) * 100)}" for row in rows]}
+
+    names: list[Any] = []
+
+    class Named(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["rows"], batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            names.append(batch["names"])
+
+    module = Named()
+    run.fit(module, batches(2, collate_fn=collate))
+    assert names == [["row 0", "row 1"], ["row 2", "row 3"]]
+    return weights(module)
+
+
+def case_workers_bring_the_same_batches(run: Run):
+    seen = Batches()
+    run.fit(Net(), batches(3, num_workers=1), callbacks=[seen])
+    assert seen.train == [[0, 1], [2, 3], [4, 5]]
+
+
+def rows(batches: list[list[int]]) -> list[int]:
+    """All rows of some batches, sorted."""
+    return sorted(index for batch in batches for index in batch)
+
+
+def case_a_shuffled_loader_gives_the_numbers_of_its_seed(run: Run):
+    seen, module = Batches(), Net()
+    pl.seed_everything(3, verbose=False)
+    run.fit(module, batches(4, shuffle=True), callbacks=[seen], max_epochs=2)
+    assert rows(seen.train[:4]) == rows(seen.train[4:]) == list(range(8))
+    assert seen.train[:4] != seen.train[4:]
+    return seen.train, weights(module)
+
+
+@known("the loader's own generator is drawn from once more")
+def case_a_loader_with_its_own_generator_keeps_it(run: Run):
+    seen = Batches()
+    loader = batches(3, shuffle=True, generator=torch.Generator().manual_seed(5))
+    run.fit(Net(), loader, callbacks=[seen], max_epochs=2)
+    assert rows(seen.train[:3]) == rows(seen.train[3:]) == list(range(6))
+    return seen.train, loader.generator.get_state()
+
+
+@each(
+    a_sampler=lambda: DataLoader(Rows(6), batch_size=2, sampler=[5, 4, 3, 2]),
+    a_batch_sampler=lambda: DataLoader(Rows(6), batch_sampler=[[5, 4], [3, 2]]),
+)
+def case_a_sampler_of_the_users_is_kept(run: Run, make: Any):
+    seen = Batches()
+    run.fit(Net(), make(), callbacks=[seen])
+    assert seen.train == [[5, 4], [3, 2]]
+
+
+class Epochs(SequentialSampler):
+    """Notes what it is told of epochs."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+def case_a_sampler_is_told_each_epoch(run: Run):
+    sampler = Epochs(Rows(4))
+    run.fit(Net(), DataLoader(Rows(4), batch_size=2, sampler=sampler), max_epochs=3)
+    assert list(dict.fromkeys(sampler.told)) == [0, 1, 2]
+
+
+def case_a_batch_sampler_s_sampler_is_told_each_epoch(run: Run):
+    sampler = Epochs(Rows(4))
+    run.fit(Net(), DataLoader(Rows(4), batch_sampler=BatchSampler(sampler, 2, False)), max_epochs=2)
+    assert list(dict.fromkeys(sampler.told)) == [0, 1]
+
+
+# several loaders for training
+
+
+class Several(Net):
+    """Trains on the first of several batches, and notes which there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return self.loss(torch.cat([part for part in parts if part is not None]))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append([None if part is None else round(float(part[0, 0]) * 100) for part in self.parts(batch)])
+
+    def parts(self, batch: Any) -> list[Any]:
+        return list(batch.values()) if isinstance(batch, dict) else list(batch)
+
+
+@each(
+    as_a_list=lambda: [batches(3), batches(2, 100)],
+    as_a_dict=lambda: {"first": batches(3), "second": batches(2, 100)},
+    the_longest=lambda: CombinedLoader([batches(3), batches(2, 100)], "max_size_cycle"),
+    the_shortest=lambda: CombinedLoader([batches(3), batches(2, 100)], "min_size"),
+)
+def case_several_loaders_train_side_by_side(run: Run, make: Any):
+    loaders = make()
+    module = Several()
+    trainer = run.fit(module, loaders)
+    shortest = isinstance(loaders, CombinedLoader) and len(loaders.flattened) and loaders._mode == "min_size"
+    expected = [[0, 100], [2, 102], [4, 100]]
+    assert module.seen == (expected[:2] if shortest else expected)
+    assert trainer.num_training_batches == len(module.seen)
+    return weights(module)
+
+
+def case_loaders_one_after_the_other_do_not_train(run: Run):
+    with pytest.raises(ValueError, match="sequential"):
+        run.fit(Net(), CombinedLoader([batches(2), batches(1)], "sequential"))
+
+
+def case_the_longest_without_cycling_leaves_gaps(run: Run):
+    module = Several()
+    run.fit(module, CombinedLoader([batches(3), batches(2, 100)], "max_size"))
+    assert module.seen == [[0, 100], [2, 102], [4, None]]
+    return weights(module)
+
+
+def case_the_trainer_shows_its_loaders(run: Run):
+    train, validation = {"a": batches(2), "b": batches(2)}, [batches(2), batches(2)]
+    module = Several()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None  # type: ignore[method-assign]
+    trainer = run.trainer(limit_val_batches=0)
+    trainer.fit(module, train, validation)
+    assert trainer.train_dataloader.keys() == {"a", "b"}
+    trainer = run.trainer()
+    trainer.test(Net(), batches(2), verbose=False)
+    assert isinstance(trainer.test_dataloaders, DataLoader)
+    assert trainer.val_dataloaders is None
+
+
+# where loaders come from
+
+
+class WithLoaders(Net):
+    """Has loaders of its own, and counts how often it is asked for them, and at which epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append(("train", self.current_epoch))
+        return batches(2)
+
+    def val_dataloader(self) -> Any:
+        self.asked.append(("validation", self.current_epoch))
+        return batches(1)
+
+    def test_dataloader(self) -> Any:
+        self.asked.append(("test", self.current_epoch))
+        return batches(1)
+
+    def predict_dataloader(self) -> Any:
+        self.asked.append(("predict", self.current_epoch))
+        return batches(1)
+
+
+def case_the_module_s_own_loaders_are_asked_for_once(run: Run):
+    module = WithLoaders()
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(module)
+    assert sorted(module.asked) == [("train", 0), ("validation", 0)]
+    assert trainer.global_step == 4
+
+
+@known("loaders of an evaluation are asked for twice")
+@each(validate="validate", test="test", predict="predict")
+def case_the_module_s_own_loader_is_evaluated(run: Run, entry: str):
+    module = WithLoaders()
+    getattr(run.trainer(), entry)(module)
+    assert module.asked == [("validation" if entry == "validate" else entry, 0)]
+
+
+def case_loaders_that_are_given_go_before_the_module_s(run: Run):
+    module = WithLoaders()
+    trainer = run.fit(module, batches(3), batches(3))
+    assert not module.asked and trainer.global_step == 3
+
+
+@each(
+    every_epoch=({"reload_dataloaders_every_n_epochs": 1}, [0, 1, 2, 3], [0, 1, 2, 3]),
+    every_second=({"reload_dataloaders_every_n_epochs": 2}, [0, 2], [0, 2]),
+    with_rare_validation=(
+        {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+        [0, 1, 2, 3],
+        [1, 3],
+    ),
+)
+@known("validation loaders are asked for at other epochs", only=["with_rare_validation"])
+def case_loaders_are_asked_for_anew(run: Run, value: Any):
+    options, train, validation = value
+    module = WithLoaders()
+    run.trainer(max_epochs=4, **options).fit(module)
+    assert [epoch for kind, epoch in module.asked if kind == "train"] == train
+    assert [epoch for kind, epoch in module.asked if kind == "validation"] == validation
+
+
+def case_without_a_loader_a_fit_is_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="train_dataloader"):
+        run.trainer().fit(Net())
+
+
+def case_what_cannot_be_iterated_is_refused(run: Run):
+    with pytest.raises(TypeError, match="invalid dataloader"):
+        run.trainer().fit(Net(), 5)
+
+
+# data modules
+
+
+class Data(pl.LightningDataModule):
+    """Notes which of its hooks are called."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.calls: list[Any] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(("setup", stage))
+        self.rows = Rows(2 * self.hparams.count)
+
+    def train_dataloader(self) -> Any:
+        self.calls.append("train_dataloader")
+        return DataLoader(self.rows, batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        self.calls.append("val_dataloader")
+        return DataLoader(self.rows, batch_size=2)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(("teardown", stage))
+
+
+def case_a_data_module_s_hooks_surround_a_fit(run: Run):
+    data = Data(3)
+    trainer = run.trainer()
+    trainer.fit(Net(), datamodule=data)
+    prepared = ["prepare_data"] if run.is_first else []
+    loaders = ["train_dataloader", "val_dataloader"]
+    assert [call for call in data.calls if call not in loaders] == [*prepared, ("setup", "fit"), ("teardown", "fit")]
+    assert {"train_dataloader", "val_dataloader"} <= set(data.calls)
+    assert trainer.datamodule is data and data.trainer is trainer
+    assert trainer.global_step == 3
+
+
+@each(validate="validate", test="test", predict="predict")
+def case_a_data_module_s_hooks_surround_an_evaluation(run: Run, entry: str):
+    data = Data()
+    getattr(run.trainer(), entry)(Net(), datamodule=data)
+    assert [call for call in data.calls if isinstance(call, tuple)] == [("setup", entry), ("teardown", entry)]
+
+
+def case_a_data_module_may_stand_in_the_place_of_loaders(run: Run):
+    data = Data()
+    run.trainer().fit(Net(), data)
+    assert ("setup", "fit") in data.calls
+
+
+def case_loaders_beside_a_data_module_are_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="datamodule"):
+        run.trainer().fit(Net(), batches(), datamodule=Data())
+
+
+def case_a_data_module_of_data_sets_makes_their_loaders(run: Run):
+    data = pl.LightningDataModule.from_datasets(train_dataset=Rows(4), val_dataset=Rows(2), batch_size=2, num_workers=0)
+    trainer = run.trainer()
+    trainer.fit(Net(), datamodule=data)
+    assert trainer.global_step == 2 and trainer.num_val_batches == [1]
+
+
+def case_the_module_reaches_its_data_module(run: Run):
+    class Reads(Net):
+        def on_train_start(self) -> None:
+            self.found = self.trainer.datamodule.hparams.count
+
+    module = Reads()
+    run.trainer().fit(module, datamodule=Data(3))
+    assert module.found == 3
+
+
+@each(
+    training_without_length=lambda: (Stream, True),
+    a_random_sampler=lambda: (Rows, False),
+)
+def case_other_samplers_are_left_alone(run: Run, make: Any):
+    kind, streams = make()
+    data = kind(4)
+    loader = DataLoader(data, batch_size=2) if streams else DataLoader(data, 2, sampler=RandomSampler(data))
+    trainer = run.fit(Net(), loader)
+    assert trainer.train_dataloader is loader
+
+
+def case_an_empty_validation_loader_is_passed_over(run: Run):
+    trainer = run.fit(Net(), batches(2), DataLoader(Rows(0), batch_size=2))
+    assert trainer.global_step == 2 and trainer.callback_metrics.keys() == {"loss"}
+
+
+def case_an_epoch_without_length_ends_with_its_data(run: Run):
+    trainer = run.fit(Net(), stream(3), stream(2), max_epochs=2, val_check_interval=2)
+    assert trainer.global_step == 6
+    assert trainer.num_training_batches == float("inf")

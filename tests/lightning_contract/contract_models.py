@@ -1,0 +1,173 @@
+"""The module that the cases train, its data, and callbacks that note what happens.
+
+    run.fit(Net(), batches(4), batches(2))
+    calls = Calls("on_train_start", "on_train_batch_end")     # a callback: calls.names, in order
+
+It has two layers of four numbers, and is deterministic, so that nothing but the layout differs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+WIDTH = 4
+
+
+class Rows(Dataset[Tensor]):
+    """So many rows of four numbers; the first column of each is its index divided by 100."""
+
+    def __init__(self, count: int, start: int = 0) -> None:
+        self.rows = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(11 + start))
+        self.rows[:, 0] = torch.arange(start, start + count) / 100
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class Stream(IterableDataset[Tensor]):
+    """The same rows without a length."""
+
+    def __init__(self, count: int, start: int = 0) -> None:
+        self.rows = Rows(count, start)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def batches(count: int = 4, start: int = 0, **options: Any) -> DataLoader[Tensor]:
+    """A loader of so many batches of two rows, in order."""
+    return DataLoader(Rows(2 * count, start), batch_size=2, **options)
+
+
+def stream(count: int = 4) -> DataLoader[Tensor]:
+    """The same without a length."""
+    return DataLoader(Stream(2 * count), batch_size=2)
+
+
+def indices(batch: Tensor) -> list[int]:
+    """Which rows a batch holds."""
+    return [round(float(row[0]) * 100) for row in batch]
+
+
+class Net(pl.LightningModule):
+    """Two layers between nothing and a mean of squares; logs "loss", "val_loss" and "test_loss"."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - 0.5).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Calls(pl.Callback):
+    """Notes the names of these hooks as they are called; ``seen`` also notes what ``look(trainer, module)`` gives."""
+
+    def __init__(self, *hooks: str, look: Any = None) -> None:
+        self.names: list[str] = []
+        self.seen: list[Any] = []
+        for hook in hooks:
+            setattr(self, hook, self._noting(hook, look))
+
+    def _noting(self, name: str, look: Any) -> Any:
+        def hook(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            self.names.append(name)
+            if look is not None:
+                self.seen.append(look(trainer, module))
+
+        return hook
+
+    def count(self, name: str) -> int:
+        return self.names.count(name)
+
+
+class Lines(Logger):
+    """A logger that keeps what it is given: ``lines`` of (step, values), on every process, and ``hparams``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[Any, dict[str, float]]] = []
+        self.hparams: dict[str, Any] = {}
+        self.ended: list[str] = []
+
+    name, version = "lines", 0
+
+    @property
+    def experiment(self) -> Any:
+        return DummyExperiment()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *rest: Any, **more: Any) -> None:
+        self.hparams |= dict(params)
+
+    def finalize(self, status: str) -> None:
+        self.ended.append(status)
+
+    def column(self, name: str) -> list[float]:
+        """The values of a name, in order."""
+        return [values[name] for _, values in self.lines if name in values]
+
+
+class Batches(pl.Callback):
+    """Notes which rows each batch holds, by stage: ``train``, ``validation``, ``test``, ``predict``."""
+
+    def __init__(self) -> None:
+        self.train: list[list[int]] = []
+        self.validation: list[list[int]] = []
+        self.test: list[list[int]] = []
+        self.predict: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Tensor, batch_idx: int) -> None:
+        self.train.append(indices(batch))
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
+        self.validation.append(indices(batch))
+
+    def on_test_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
+        self.test.append(indices(batch))
+
+    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
+        self.predict.append(indices(batch))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether two such copies are equal, bit by bit."""
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())

@@ -1,0 +1,354 @@
+"""Optimizers and learning rates: the forms of ``configure_optimizers``, when schedulers step, and the hooks around a step."""
+
+from typing import Any
+
+import pytest
+import torch
+from contract import TWO, Run, each, known
+from contract_models import Calls, Net, weights
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+
+class Configured(Net):
+    """Has the optimizers that a function makes of it."""
+
+    def __init__(self, configure: Any) -> None:
+        super().__init__()
+        self.configure = configure
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self)
+
+
+def sgd(module: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def halved(optimizer: Any) -> Any:
+    return ExponentialLR(optimizer, 0.5)
+
+
+def with_scheduler(form: Any) -> Any:
+    """A configure_optimizers that returns what ``form(optimizer, scheduler)`` gives."""
+
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        return form(optimizer, halved(optimizer))
+
+    return configure
+
+
+@each(
+    an_optimizer=(sgd, 0.1),
+    a_list=(lambda m: [sgd(m)], 0.1),
+    a_tuple=(lambda m: (sgd(m),), 0.1),
+    a_dict=(lambda m: {"optimizer": sgd(m)}, 0.1),
+    lists_of_both=(with_scheduler(lambda o, s: ([o], [s])), 0.025),
+    a_dict_with_scheduler=(with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": s}), 0.025),
+    a_dict_with_its_settings=(
+        with_scheduler(lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}}),
+        0.1 * 0.5**8,
+    ),
+    each_second_epoch=(with_scheduler(lambda o, s: ([o], [{"scheduler": s, "frequency": 2}])), 0.05),
+    each_third_step=(with_scheduler(lambda o, s: ([o], [{"scheduler": s, "interval": "step", "frequency": 3}])), 0.025),
+    two_schedulers=(with_scheduler(lambda o, s: ([o], [s, halved(o)])), 0.1 * 0.5**4),
+    one_cycle=(
+        lambda m: (lambda o: ([o], [{"scheduler": OneCycleLR(o, 0.2, total_steps=9), "interval": "step"}]))(sgd(m)),
+        None,
+    ),
+)
+def case_configure_optimizers_may_return(run: Run, value: Any):
+    configure, rate = value
+    module = Configured(configure)
+    trainer = run.fit(module, max_epochs=2)
+    found = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rate is None or found == pytest.approx(rate)
+    return weights(module), found
+
+
+def case_without_optimizer_nothing_is_trained(run: Run):
+    module = Configured(lambda _: None)
+    before = weights(module)
+    with run.warning("returned `None`"):
+        trainer = run.fit(module)
+    assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
+    assert trainer.state.finished
+
+
+@each(
+    a_number=lambda m: 5,
+    no_scheduler_in_the_settings=lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}},
+    an_unknown_interval=with_scheduler(lambda o, s: ([o], [{"scheduler": s, "interval": "week"}])),
+)
+def case_another_return_is_refused(run: Run, configure: Any):
+    with pytest.raises((MisconfigurationException, ValueError)):
+        run.fit(Configured(configure))
+
+
+def case_unknown_settings_of_a_scheduler_are_warned_about(run: Run):
+    with run.warning("unsupported keys", RuntimeWarning):
+        run.fit(Configured(with_scheduler(lambda o, s: ([o], [{"scheduler": s, "colour": "red"}]))))
+
+
+def case_several_optimizers_are_refused_in_automatic_optimization(run: Run):
+    with pytest.raises(Exception, match=r"[Oo]ptimizers?"):
+        run.fit(Configured(lambda m: [sgd(m), sgd(m)]))
+
+
+class Plateau(Net):
+    """Halves its rate when what it logs as "level" has not fallen; which it has not after the second epoch."""
+
+    monitor, strict = "level", True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("level", [3.0, 2.0, 2.0, 2.0][self.current_epoch])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor, "strict": self.strict},
+        }
+
+
+def case_a_plateau_is_told_what_it_monitors(run: Run):
+    module = Plateau()
+    trainer = run.fit(module, max_epochs=4)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+    return weights(module)
+
+
+def case_a_plateau_of_something_unknown_is_refused(run: Run):
+    module = Plateau()
+    module.monitor = "nothing"
+    with pytest.raises(MisconfigurationException, match="nothing"):
+        run.fit(module)
+
+
+def case_a_lax_plateau_of_something_unknown_is_warned_about(run: Run):
+    module = Plateau()
+    module.monitor, module.strict = "nothing", False
+    with run.warning("nothing", RuntimeWarning):
+        run.fit(module)
+
+
+def case_a_plateau_needs_a_monitor(run: Run):
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}
+
+    with pytest.raises(MisconfigurationException, match="monitor"):
+        run.fit(Configured(configure))
+
+
+def case_schedulers_of_epochs_step_before_validation_is_over_or_after(run: Run):
+    """Of an epoch's end: the rate that hooks see."""
+    calls = Calls(
+        "on_train_epoch_end",
+        "on_validation_end",
+        look=lambda trainer, module: round(trainer.optimizers[0].param_groups[0]["lr"], 6),
+    )
+    run.fit(Configured(with_scheduler(lambda o, s: ([o], [s]))), callbacks=[calls], max_epochs=2)
+    return calls.names, calls.seen
+
+
+class Asks(Net):
+    """Asks for its optimizer and schedulers in hooks."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self)
+        return [optimizer], [halved(optimizer)]
+
+    def on_train_start(self) -> None:
+        self.asked = [self.optimizers(use_pl_optimizer=False), self.lr_schedulers()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.rates = [*getattr(self, "rates", []), self.lr_schedulers().get_last_lr()[0]]
+
+
+def case_the_module_reaches_its_optimizer_and_scheduler(run: Run):
+    module = Asks()
+    trainer = run.fit(module, max_epochs=2)
+    assert module.asked[0] is trainer.optimizers[0]
+    assert isinstance(module.asked[1], ExponentialLR)
+    assert trainer.lr_scheduler_configs[0].scheduler is module.asked[1]
+    assert module.rates == pytest.approx(([0.1] * 3 + [0.05]) + [0.05] * 3 + [0.025])
+
+
+def case_steps_of_the_optimizer_go_through_its_hook(run: Run):
+    class Warms(Net):
+        given: Any = ()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.given = [*self.given, (epoch, batch_idx, type(optimizer).__name__)]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 + self.trainer.global_step)
+            optimizer.step(closure=optimizer_closure)
+
+    module = Warms()
+    run.fit(module, max_epochs=2, limit_train_batches=2)
+    assert [place[:2] for place in module.given] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    return weights(module)
+
+
+def case_a_hook_may_leave_out_a_step_but_not_the_closure(run: Run):
+    class Skips(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if batch_idx % 2:
+                optimizer_closure()
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+    module, calls = Skips(), Calls("on_before_backward")
+    run.fit(module, callbacks=[calls])
+    assert calls.count("on_before_backward") == 4
+    return weights(module)
+
+
+def case_schedulers_step_through_their_hook(run: Run):
+    class Steps(Net):
+        told: Any = ()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.told = [*self.told, (type(scheduler).__name__, metric)]
+            scheduler.step()
+
+    module = Steps()
+    trainer = run.fit(module, max_epochs=2)
+    assert module.told == [("StepLR", None)] * 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def case_gradients_are_emptied_by_their_hook(run: Run):
+    class Empties(Net):
+        count = 0
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            self.count += 1
+            optimizer.zero_grad(set_to_none=False)
+
+    module = Empties()
+    run.fit(module)
+    assert module.count == 4
+    return weights(module)
+
+
+def case_hooks_of_a_batch_come_in_their_order(run: Run):
+    hooks = (
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+    )
+    calls = Calls(*hooks)
+    run.fit(Net(), callbacks=[calls], limit_train_batches=2)
+    assert calls.names == list(hooks) * 2
+
+
+def case_gradients_are_there_between_backward_and_step(run: Run):
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def on_after_backward(self) -> None:
+            self.look()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.look()
+
+        def look(self) -> None:
+            mine = [p for p in self.parameters() if p.grad is not None]
+            seen.append(bool(mine) and all(bool(p.grad.abs().sum() > 0) for p in mine))
+
+    run.fit(Looks(), limit_train_batches=2)
+    assert seen == [True] * 4
+
+
+@each(
+    adam=lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+    adamw_fused=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    rmsprop=lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01),
+    groups=lambda m: torch.optim.SGD(
+        [{"params": m.layers[0].parameters(), "lr": 0.3}, {"params": m.layers[1].parameters()}], lr=0.1
+    ),
+    part_of_the_module=lambda m: torch.optim.SGD(m.layers[1].parameters(), lr=0.1),
+)
+def case_optimizers_train_alike(run: Run, configure: Any):
+    module = Configured(configure)
+    run.fit(module)
+    return weights(module)
+
+
+def case_frozen_parameters_stay(run: Run):
+    module = Net()
+    module.layers[0].requires_grad_(False)
+    before = weights(module)
+    run.fit(module)
+    after = weights(module)
+    assert torch.equal(before["layers.0.weight"], after["layers.0.weight"])
+    assert not torch.equal(before["layers.1.weight"], after["layers.1.weight"])
+    return after
+
+
+class Scaled(torch.optim.Optimizer):
+    """The plainest optimizer that a user may write."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter -= group["lr"] * parameter.grad
+        return loss
+
+
+def case_an_optimizer_of_the_user_s_is_given_a_closure(run: Run):
+    module = Configured(lambda m: Scaled(m.parameters(), 0.1))
+    trainer = run.fit(module)
+    assert trainer.global_step == 4
+    return weights(module)
+
+
+def case_hooks_of_the_optimizer_are_called(run: Run):
+    count: list[str] = []
+
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        optimizer.register_step_pre_hook(lambda *_: count.append("before"))
+        optimizer.register_step_post_hook(lambda *_: count.append("after"))
+        return optimizer
+
+    run.fit(Configured(configure), limit_train_batches=2)
+    assert count == ["before", "after"] * 2
+
+
+def case_a_lambda_is_a_scheduler_too(run: Run):
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        return [optimizer], [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
+
+    trainer = run.fit(Configured(configure), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+@known("the step is tried before there are optimizers", TWO)
+def case_the_step_may_read_the_rate(run: Run):
+    class Reads(Asks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    trainer = run.fit(Reads())
+    assert float(trainer.callback_metrics["lr"]) == pytest.approx(0.1)

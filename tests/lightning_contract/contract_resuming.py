@@ -1,0 +1,296 @@
+"""Checkpoints: what they hold, what a fit or an evaluation takes up from them, and how modules are made of them."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contract import PLAIN, Run, each
+from contract_models import Batches, Lines, Net, batches, weights
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from torch.optim.lr_scheduler import ExponentialLR
+
+
+def one_file(run: Run) -> dict[str, Any]:
+    """Trainer options with which a checkpoint is what plain Lightning writes."""
+    return {} if run.layout == PLAIN else {"strategy": run.strategy(save_distributed_checkpoint=False)}
+
+
+class Full(Net):
+    """Has hyper-parameters, a scheduler, a buffer, and entries of its own in checkpoints."""
+
+    def __init__(self, size: int = 3, word: str = "one") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.register_buffer("seen", torch.zeros(()))
+        self.loaded: list[Any] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [ExponentialLR(optimizer, 0.5)]
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["mine"] = {"seen": float(self.seen)}
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.loaded.append((checkpoint["mine"]["seen"], checkpoint["epoch"], checkpoint["global_step"]))
+
+
+def fitted(run: Run, **options: Any) -> tuple[Full, Path]:
+    """A module after one epoch, and its checkpoint, one file."""
+    module = Full()
+    trainer = run.fit(module, **one_file(run), **options)
+    trainer.save_checkpoint(run.folder / "full.ckpt")
+    run.meet()
+    return module, run.folder / "full.ckpt"
+
+
+def case_a_checkpoint_holds_the_run(run: Run):
+    module, path = fitted(run)
+    found = torch.load(path, weights_only=True)
+    keys = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"}
+    assert keys | {"lr_schedulers", "hparams_name", "hyper_parameters", "mine"} <= found.keys()
+    assert (found["epoch"], found["global_step"]) == (1, 4)
+    assert found["hyper_parameters"] == {"size": 3, "word": "one"}
+    assert list(found["state_dict"]) == list(module.state_dict())
+    assert len(found["optimizer_states"]) == len(found["lr_schedulers"]) == 1
+    return found["state_dict"], found["optimizer_states"], found["lr_schedulers"], found["loops"], found["mine"]
+
+
+def case_a_checkpoint_of_weights_alone_holds_no_more(run: Run):
+    trainer = run.fit(Net(), **one_file(run))
+    trainer.save_checkpoint(run.folder / "small.ckpt", weights_only=True)
+    run.meet()
+    found = torch.load(run.folder / "small.ckpt", weights_only=True)
+    assert not found.keys() & {"optimizer_states", "lr_schedulers", "callbacks"}
+    return found["state_dict"]
+
+
+def case_a_callback_saves_weights_alone(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", save_weights_only=True)
+    run.fit(Net(), callbacks=[checkpoint], **one_file(run))
+    run.meet()
+    assert "optimizer_states" not in torch.load(checkpoint.best_model_path, weights_only=True)
+
+
+def case_saving_before_a_fit_is_refused(run: Run):
+    with pytest.raises(AttributeError, match="save"):
+        run.trainer().save_checkpoint(run.folder / "none.ckpt")
+
+
+@each(one_file=True, as_by_default=False)
+def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
+    """Two epochs, and one after the other by a checkpoint, end alike."""
+    options = one_file(run) if plain_file else {}
+    whole, half, rest = Full(), Full(), Full()
+    for other in (half, rest):
+        other.load_state_dict(whole.state_dict())
+    run.fit(whole, max_epochs=2, **(one_file(run) if plain_file else {}))
+    trainer = run.fit(half, **options)
+    trainer.save_checkpoint(run.folder / "half.ckpt")
+    run.meet()
+    trainer = run.trainer(max_epochs=2, **(one_file(run) if plain_file else {}))
+    trainer.fit(rest, batches(), batches(2), ckpt_path=run.folder / "half.ckpt")
+    assert (trainer.current_epoch, trainer.global_step) == (2, 8)
+    assert rest.loaded == [(4.0, 1, 4)] and float(rest.seen) == 8
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(rest)[name], value)
+    return weights(rest), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def case_a_fit_goes_on_within_an_epoch(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    run.fit(Full(), callbacks=[checkpoint], max_epochs=1)
+    seen = Batches()
+    module = Full()
+    trainer = run.fit(module, callbacks=[seen], ckpt_path=run.folder / "kept" / "step=2.ckpt", max_epochs=1)
+    assert trainer.global_step == 4
+    assert len(seen.train) == 2
+    return seen.train, weights(module)
+
+
+def case_a_fit_that_was_complete_trains_no_more(run: Run):
+    _, path = fitted(run)
+    module = Full()
+    trainer = run.fit(module, ckpt_path=path, max_epochs=1, **one_file(run))
+    assert trainer.global_step == 4 and float(module.seen) == 4
+
+
+@each(last="last", best="best")
+def case_checkpoints_are_found_by_a_word(run: Run, word: str):
+    checkpoint = ModelCheckpoint(run.folder / "kept", monitor="val_loss", save_last=True)
+    trainer = run.fit(Full(), callbacks=[checkpoint], max_epochs=2)
+    module = Full()
+    if word == "last":
+        again = ModelCheckpoint(run.folder / "kept", save_last=True)
+        trainer = run.fit(module, callbacks=[again], ckpt_path="last", max_epochs=3)
+        assert trainer.global_step == 12
+    else:
+        results = trainer.validate(module, batches(2), ckpt_path="best", verbose=False)
+        assert results[0]["val_loss"] == pytest.approx(float(checkpoint.best_model_score), rel=1e-5)
+        assert trainer.ckpt_path == checkpoint.best_model_path
+
+
+def case_the_last_of_none_begins_anew(run: Run):
+    with run.warning("last"):
+        trainer = run.fit(Net(), callbacks=[ModelCheckpoint(run.folder / "kept")], ckpt_path="last")
+    assert trainer.global_step == 4
+
+
+@each(fit="fit", validate="validate", test="test", predict="predict")
+def case_a_path_that_is_not_there_is_refused(run: Run, entry: str):
+    with pytest.raises(FileNotFoundError):
+        getattr(run.trainer(), entry)(Net(), batches(1), ckpt_path=run.folder / "nothing.ckpt")
+
+
+@each(validate="validate", test="test", predict="predict")
+def case_an_evaluation_takes_the_weights(run: Run, entry: str):
+    module, path = fitted(run)
+    fresh = Full()
+    results = getattr(run.trainer(), entry)(fresh, batches(2), ckpt_path=path)
+    for name, value in weights(module).items():
+        torch.testing.assert_close(weights(fresh)[name], value)
+    return results
+
+
+def case_weights_of_another_module_are_refused(run: Run):
+    _, path = fitted(run)
+    with pytest.raises(Exception, match="seen"):
+        run.trainer().validate(Net(), batches(1), ckpt_path=path)
+
+
+def case_a_lax_module_takes_what_there_is(run: Run):
+    module, path = fitted(run)
+    lax = Net()
+    lax.strict_loading = False
+    run.trainer().validate(lax, batches(1), ckpt_path=path, verbose=False)
+    torch.testing.assert_close(weights(lax)["layers.0.weight"], weights(module)["layers.0.weight"])
+
+
+def case_a_module_is_made_of_its_checkpoint(run: Run):
+    module, path = fitted(run)
+    made = Full.load_from_checkpoint(path, weights_only=True)
+    assert made.hparams == {"size": 3, "word": "one"}
+    assert made.loaded == [(4.0, 1, 4)]
+    for name, value in weights(module).items():
+        torch.testing.assert_close(weights(made)[name], value)
+
+
+def case_hyper_parameters_may_be_others(run: Run):
+    _, path = fitted(run)
+    made = Full.load_from_checkpoint(path, weights_only=True, word="two")
+    assert made.hparams == {"size": 3, "word": "two"}
+
+
+def case_a_made_module_can_be_fitted_again(run: Run):
+    _, path = fitted(run)
+    made = Full.load_from_checkpoint(path, weights_only=True)
+    trainer = run.fit(made)
+    assert trainer.global_step == 4 and float(made.seen) == 8
+    return weights(made)
+
+
+def case_schedulers_and_optimizers_go_on(run: Run):
+    _, path = fitted(run)
+    module = Full()
+    trainer = run.fit(module, ckpt_path=path, max_epochs=2, **one_file(run))
+    (scheduler,) = trainer.lr_scheduler_configs
+    assert scheduler.scheduler.last_epoch == 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0025)
+
+
+class Data(pl.LightningDataModule):
+    """Keeps a word in checkpoints."""
+
+    def __init__(self, word: str = "") -> None:
+        super().__init__()
+        self.word = word
+
+    def train_dataloader(self) -> Any:
+        return batches(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"word": self.word}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.word = state["word"]
+
+
+def case_a_data_module_s_state_goes_through(run: Run):
+    trainer = run.trainer()
+    trainer.fit(Net(), datamodule=Data("kept"))
+    trainer.save_checkpoint(run.folder / "data.ckpt")
+    run.meet()
+    data = Data()
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(Net(), datamodule=data, ckpt_path=run.folder / "data.ckpt")
+    assert data.word == "kept"
+
+
+class Saves(Callback):
+    """Saves in the midst of a fit, after the second batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def case_a_callback_may_save_in_the_midst(run: Run):
+    trainer = run.fit(Full(), callbacks=[Saves(run.folder / "mid.ckpt")], **one_file(run))
+    run.meet()
+    found = torch.load(run.folder / "mid.ckpt", weights_only=True)
+    assert found["global_step"] == 2 and trainer.global_step == 4
+    return found["state_dict"]
+
+
+class Counting(TorchCheckpointIO):
+    """Counts what goes through it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self.calls.append("save")
+        super().save_checkpoint(*args, **options)
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        self.calls.append("load")
+        return super().load_checkpoint(*args, **options)
+
+    def remove_checkpoint(self, *args: Any) -> None:
+        self.calls.append("remove")
+        super().remove_checkpoint(*args)
+
+
+def case_a_plugin_writes_and_reads(run: Run):
+    plugin = Counting()
+    checkpoint = ModelCheckpoint(run.folder / "kept", filename="{epoch}")
+    run.fit(Net(), callbacks=[checkpoint], plugins=[plugin], max_epochs=2)
+    assert plugin.calls == (["save", "save", "remove"] if run.is_first else [])
+    run.meet()
+    run.fit(Net(), plugins=[plugin], max_epochs=3, ckpt_path=run.folder / "kept" / "epoch=1.ckpt")
+    assert plugin.calls[-1] == "load"
+
+
+def case_a_plugin_may_write_in_the_background(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", filename="{epoch}")
+    run.fit(Net(), callbacks=[checkpoint], plugins=[AsyncCheckpointIO()])
+    assert run.files("kept/*.ckpt") == ["kept/epoch=0.ckpt"]
+    run.meet()
+    assert torch.load(run.folder / "kept" / "epoch=0.ckpt", weights_only=True)["global_step"] == 4
+
+
+def case_logs_go_on_at_their_step(run: Run):
+    _, path = fitted(run)
+    lines = Lines()
+    run.fit(Full(), ckpt_path=path, max_epochs=2, logger=lines, **one_file(run))
+    assert sorted({step for step, _ in lines.lines}) == [4, 5, 6, 7]
+    return lines.lines

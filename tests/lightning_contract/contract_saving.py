@@ -1,0 +1,231 @@
+"""ModelCheckpoint: when it saves, under which names, what it keeps and removes, and what it says of the best."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract import PLAIN, Run, each
+from contract_models import Net, batches
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+class Levels(Net):
+    """Logs these values as "level" when it validates, an epoch each."""
+
+    def __init__(self, *levels: float) -> None:
+        super().__init__()
+        self.levels = levels or (3.0, 1.0, 2.0, 4.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("level", self.levels[self.current_epoch % len(self.levels)])
+
+
+def saved(run: Run, options: dict[str, Any], module: Any = None, **trainer: Any) -> tuple[ModelCheckpoint, list[str]]:
+    """The callback after a fit of two batches an epoch, and the names that it has left."""
+    checkpoint = ModelCheckpoint(run.folder / "kept", **options)
+    trainer = {"max_epochs": 4} | trainer
+    run.fit(module or Levels(), batches(2), batches(1), callbacks=[checkpoint], **trainer)
+    return checkpoint, sorted(Path(name).stem for name in run.files("kept/*.ckpt"))
+
+
+@each(
+    the_last_epoch=({}, ["epoch=3-step=8"]),
+    the_best=({"monitor": "level"}, ["epoch=1-step=4"]),
+    the_worst=({"monitor": "level", "mode": "max"}, ["epoch=3-step=8"]),
+    the_best_two=({"monitor": "level", "save_top_k": 2}, ["epoch=1-step=4", "epoch=2-step=6"]),
+    all_epochs=({"save_top_k": -1}, ["epoch=0-step=2", "epoch=1-step=4", "epoch=2-step=6", "epoch=3-step=8"]),
+    nothing=({"save_top_k": 0}, []),
+    each_second_epoch=({"save_top_k": -1, "every_n_epochs": 2}, ["epoch=1-step=4", "epoch=3-step=8"]),
+    each_third_step=({"save_top_k": -1, "every_n_train_steps": 3}, ["epoch=1-step=3", "epoch=2-step=6"]),
+    each_moment=(
+        {"save_top_k": -1, "train_time_interval": timedelta(microseconds=1), "filename": "{step}"},
+        [f"step={step}" for step in range(1, 9)],
+    ),
+    the_last_too=({"monitor": "level", "save_last": True}, ["epoch=1-step=4", "last"]),
+    a_link_to_the_last=({"monitor": "level", "save_last": "link"}, ["epoch=1-step=4", "last"]),
+    the_last_alone=({"save_top_k": 0, "save_last": True}, ["last"]),
+    no_epoch=({"every_n_epochs": 0}, []),
+)
+def case_keeps(run: Run, value: Any):
+    options, names = value
+    assert saved(run, options)[1] == sorted(names)
+
+
+@each(
+    a_word=("word", "word"),
+    the_epoch=("{epoch}", "epoch=1"),
+    with_zeros=("{epoch:02d}-{step:03d}", "epoch=01-step=004"),
+    with_a_metric=("at-{level:.1f}", "at-level=1.0"),
+    with_an_unknown_metric=("{unknown:.1f}", "unknown=0.0"),
+)
+def case_names_by_its_template(run: Run, value: Any):
+    template, name = value
+    assert saved(run, {"monitor": "level", "filename": template})[1] == [name]
+
+
+def case_names_without_those_of_metrics(run: Run):
+    options = {"monitor": "level", "filename": "epoch-{epoch}-level-{level:.0f}", "auto_insert_metric_name": False}
+    assert saved(run, options)[1] == ["epoch-1-level-1"]
+
+
+def case_names_may_hold_folders(run: Run):
+    saved(run, {"filename": "at/{epoch}"}, max_epochs=1)
+    assert run.files("kept/at/*.ckpt") == ["kept/at/epoch=0.ckpt"]
+
+
+@each(counted=(True, ["same", "same-v1", "same-v2"]), overwritten=(False, ["same"]))
+def case_equal_names(run: Run, value: Any):
+    counted, names = value
+    options = {"monitor": "level", "save_top_k": -1, "filename": "same", "enable_version_counter": counted}
+    assert saved(run, options, max_epochs=3)[1] == names
+
+
+def case_a_name_of_the_last_s_own(run: Run):
+    class Named(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "{epoch}-last"
+
+    checkpoint = Named(run.folder / "kept", save_top_k=0, save_last=True)
+    run.fit(Net(), callbacks=[checkpoint], enable_checkpointing=True, max_epochs=2)
+    found = run.files("kept/*.ckpt")
+    assert found == ["kept/epoch=2-last.ckpt"]
+
+
+def case_knows_the_best(run: Run):
+    checkpoint, _ = saved(run, {"monitor": "level", "save_top_k": 2})
+    assert Path(checkpoint.best_model_path).name == "epoch=1-step=4.ckpt"
+    assert float(checkpoint.best_model_score) == 1.0
+    assert sorted(float(value) for value in checkpoint.best_k_models.values()) == [1.0, 2.0]
+    assert Path(checkpoint.kth_best_model_path).name == "epoch=2-step=6.ckpt" and float(checkpoint.kth_value) == 2.0
+
+
+def case_knows_the_last(run: Run):
+    checkpoint, _ = saved(run, {"save_last": True})
+    assert Path(checkpoint.last_model_path) == run.folder / "kept" / "last.ckpt"
+    assert Path(checkpoint.best_model_path).name == "epoch=3-step=8.ckpt"
+    assert checkpoint.best_model_score is None
+
+
+def case_what_is_not_a_number_is_never_the_best(run: Run):
+    checkpoint, names = saved(run, {"monitor": "level"}, Levels(float("nan"), 2.0, float("nan"), 3.0))
+    assert names == ["epoch=1-step=4"] and float(checkpoint.best_model_score) == 2.0
+
+
+def case_writes_down_the_best(run: Run):
+    checkpoint, _ = saved(run, {"monitor": "level", "save_top_k": 2})
+    if run.is_first:
+        checkpoint.to_yaml(run.folder / "best.yaml")
+        assert len((run.folder / "best.yaml").read_text().splitlines()) == 2
+
+
+def case_leaves_nothing_else(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", save_top_k=2, monitor="level")
+    strategy = run.strategy() if run.layout == PLAIN else run.strategy(save_distributed_checkpoint=False)
+    run.fit(Levels(), batches(2), batches(1), callbacks=[checkpoint], max_epochs=4, strategy=strategy)
+    assert run.files("kept/*") == ["kept/epoch=1-step=4.ckpt", "kept/epoch=2-step=6.ckpt"]
+
+
+@each(
+    by_default=({}, [1, 2, 3]),
+    by_more_validations=({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
+    by_fewer_validations=({"check_val_every_n_epoch": 2}, [2]),
+)
+def case_saves_with_validations(run: Run, value: Any):
+    trainer, points = value
+    _, names = saved(run, {"save_top_k": -1, "filename": "{step}", "monitor": "level"}, max_epochs=3, **trainer)
+    steps = sorted(int(name.removeprefix("step=")) for name in names)
+    assert steps == (points if "val_check_interval" in trainer else [2 * point for point in points])
+
+
+@each(at_its_end=True, at_validation=False)
+def case_saves_in_the_epoch(run: Run, at_end: bool):
+    class Late(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            module.log("level", 7.0)
+
+    checkpoint = ModelCheckpoint(
+        run.folder / "kept", filename="{level:.0f}", monitor="level", save_on_train_epoch_end=at_end
+    )
+    run.fit(Levels(3.0), batches(2), batches(1), callbacks=[Late(), checkpoint])
+    assert run.files("kept/*.ckpt") == [f"kept/level={7 if at_end else 3}.ckpt"]
+
+
+def case_several_save_side_by_side(run: Run):
+    first = ModelCheckpoint(run.folder / "a", monitor="level")
+    second = ModelCheckpoint(run.folder / "b", monitor="loss", mode="max")
+    trainer = run.fit(Levels(), batches(2), batches(1), callbacks=[first, second], max_epochs=2)
+    assert trainer.checkpoint_callbacks == [first, second] and trainer.checkpoint_callback is first
+    assert len(run.files("a/*.ckpt")) == len(run.files("b/*.ckpt")) == 1
+
+
+@each(
+    without_a_logger=(False, "checkpoints"),
+    with_a_logger=(True, "lightning_logs/version_0/checkpoints"),
+)
+def case_finds_its_folder(run: Run, value: Any):
+    logger, folder = value
+    trainer = run.fit(Net(), batches(1), logger=logger, enable_checkpointing=True)
+    assert run.files(f"{folder}/*.ckpt") == [f"{folder}/epoch=0-step=1.ckpt"]
+    assert Path(trainer.checkpoint_callback.dirpath) == run.folder / folder
+
+
+def case_saves_nothing_where_it_is_switched_off(run: Run):
+    trainer = run.fit(Net(), enable_checkpointing=False)
+    assert not run.files("**/*.ckpt") and trainer.checkpoint_callback is None
+
+
+@each(a_mode={"mode": "best"}, a_number={"save_top_k": -2}, a_number_of_steps={"every_n_train_steps": -1})
+def case_an_impossible_argument_is_refused(run: Run, options: Any):
+    with pytest.raises(MisconfigurationException):
+        ModelCheckpoint(run.folder, monitor="level", **options)
+
+
+def case_several_triggers_are_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="mutually exclusive"):
+        ModelCheckpoint(run.folder, every_n_epochs=1, every_n_train_steps=1)
+
+
+def case_several_of_nothing_are_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="save_top_k"):
+        ModelCheckpoint(run.folder, save_top_k=3)
+
+
+def case_of_something_unknown_is_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="nothing"):
+        run.fit(Net(), callbacks=[ModelCheckpoint(run.folder, monitor="nothing")])
+
+
+def case_a_folder_that_is_not_empty_is_warned_about(run: Run):
+    saved(run, {}, max_epochs=1)
+    with run.warning("not empty"):
+        saved(run, {}, max_epochs=1)
+
+
+class Fails(Net):
+    """Raises in a hook of the third batch, on every process."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise RuntimeError("planned")
+
+
+def case_saves_on_exception(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", save_on_exception=True, filename="{step}")
+    with pytest.raises(RuntimeError, match="planned"):
+        run.fit(Fails(), callbacks=[checkpoint])
+    found = run.files("kept/*")
+    assert [name for name in found if name.endswith(".ckpt")] == ["kept/step=2.ckpt"]
+
+
+def case_an_exception_s_checkpoint_is_saved(run: Run):
+    with pytest.raises(RuntimeError, match="planned"):
+        run.fit(Fails(), callbacks=[OnExceptionCheckpoint(run.folder / "kept")])
+    found = run.files("kept/*")
+    assert [name for name in found if name.endswith(".ckpt")] == ["kept/on_exception.ckpt"]
+
+
+def case_an_exception_s_checkpoint_is_not_saved_without_one(run: Run):
+    run.fit(Net(), callbacks=[OnExceptionCheckpoint(run.folder / "kept")])
+    assert not run.files("kept/*")
