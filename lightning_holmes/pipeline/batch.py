@@ -48,6 +48,11 @@ class BatchSplitter:
         if num_microbatches == 1:
             return [batch]
         size, per_sample = self._read(batch)
+        if size == 0:
+            raise ConfigurationError(
+                f"a batch without samples cannot be split into num_microbatches={num_microbatches}; let the loader leave it "
+                f"out, or use num_microbatches=1"
+            )
         if size < num_microbatches:
             raise ConfigurationError(
                 f"a batch of {size} samples cannot be split into num_microbatches={num_microbatches}; "

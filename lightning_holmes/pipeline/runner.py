@@ -162,6 +162,11 @@ class _Batch:
                 outputs[microbatch] = tree.map_tensors(Tensor.detach, outputs[microbatch])
                 if self.scales[microbatch] == 0:
                     roots, gradients = [], []
+                elif not roots[0].requires_grad:
+                    raise UnsupportedModuleError(
+                        f"the loss that {self.request.step_name} returned needs no gradient: all parameters that it depends "
+                        f"on are frozen (requires_grad=False), or it was detached"
+                    )
         else:
             assert run.payload is not None
             roots = [t for t in run.payload if t.requires_grad]
@@ -327,13 +332,17 @@ def loss_of(output: Any, step_name: str) -> Tensor:
     """The loss in the output of a training step: the tensor itself, or a mapping's "loss".
 
     Raises:
-        UnsupportedModuleError: there is none.
+        UnsupportedModuleError: there is none, or it is not one number.
     """
     loss = output.get("loss") if isinstance(output, collections.abc.Mapping) else output
     if not isinstance(loss, Tensor):
         raise UnsupportedModuleError(
             f"{step_name} returned {type(output).__name__} without a loss tensor: return the loss, or a dict with "
             f"'loss'; None skips a batch on one process only, and from all of its microbatches"
+        )
+    if loss.numel() != 1:
+        raise UnsupportedModuleError(
+            f"{step_name} returned a loss of shape {tuple(loss.shape)}: a loss is one number, say its mean()"
         )
     return loss
 

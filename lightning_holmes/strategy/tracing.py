@@ -89,6 +89,11 @@ def _trace(
     context: Callable[[str], Any],
 ) -> TraceResult:
     alone = pipeline_parallel_size == 1
+    if not (samples or alone):
+        raise ConfigurationError(
+            f"the data loaders give no batches (a data set without samples, or a limit of 0): {pipeline_parallel_size} stages "
+            f"need one to learn {type(module).__name__} from; use pipeline_parallel_size=1"
+        )
     may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
     may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)
     structure: ModuleStructure | None = None
@@ -168,7 +173,7 @@ def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: t
 
 
 def _check_batch_size(batch_size: int, num_microbatches: Any) -> None:
-    if isinstance(num_microbatches, int) and batch_size < num_microbatches:
+    if batch_size and isinstance(num_microbatches, int) and batch_size < num_microbatches:
         raise ConfigurationError(
             f"num_microbatches={num_microbatches} but a batch of one replica has {batch_size} samples: raise the batch "
             f"size to {num_microbatches} or more, or set num_microbatches={batch_size} or less"

@@ -177,3 +177,37 @@ def test_a_plan_lies_inside_of_a_checkpoint_and_is_taken_from_there(tmp_path: Pa
     torch.save({"state_dict": {}}, tmp_path / "none.ckpt")
     with pytest.raises(ConfigurationError, match="without a plan"):
         HolmesStrategy(plan=str(tmp_path / "none.ckpt"))
+
+
+class NoLoss(Stack):
+    """Has a step whose loss cannot be trained, each in its way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.requires_grad_(kind != "frozen")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            return loss
+        return {"vector": loss.expand(3), "detached": loss.detach()}.get(self.kind, loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("vector", r"training_step returned a loss of shape \(3,\): a loss is one number"),
+        ("detached", "the loss that training_step returned needs no gradient"),
+        ("frozen", r"needs no gradient: all parameters .* are frozen"),
+        ("empty", "a batch without samples cannot be split into num_microbatches=2"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused_as_in_plain_lightning(kind: str, words: str) -> None:
+    batches = [[torch.randn(0 if kind == "empty" and n == 2 else 4, 4)] for n in range(4)]
+    data: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(HolmesError, match=words):
+        make_trainer(HolmesStrategy(num_microbatches=2)).fit(NoLoss(kind), data)
+    if kind != "empty":  # where nothing is split it is as in plain Lightning: the mean of nothing
+        with pytest.raises(RuntimeError):
+            make_trainer("auto").fit(NoLoss(kind), data)
