@@ -70,3 +70,21 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
         raise ConfigurationError(
             f"{what} needs {error.name or error}, which is not installed: pip install 'lightning-holmes[{extra}]'"
         ) from error
+
+
+@contextlib.contextmanager
+def read_by_transformers(what: str) -> Iterator[None]:
+    """Around a call of transformers with somebody's settings or folder: ConfigurationError says ``what`` is wrong with which.
+
+    Its code for a model raises whatever it comes across: KeyError, ZeroDivisionError, errors of other packages.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if "trust_remote_code" in str(error):
+            why = (
+                "its config.json asks for Python code of its own (auto_map), which is never run; give a model that transformers "
+                "has itself"
+            )
+        raise ConfigurationError(f"{what}: {why}") from error

@@ -80,7 +80,7 @@ def _transposed(folder: str) -> set[str]:
         with torch.device("meta"):
             made_by: Any = transformers.AutoModelForCausalLM
             model = made_by.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever transformers' code for a model comes across
         raise CheckpointError(
             f"the model came from the folder {folder!r}, which the export needs and cannot read now: {error}"
         ) from error

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from lightning_holmes.data.tokens import TokenDtype
-from lightning_holmes.errors import ConfigurationError, needs_extra
+from lightning_holmes.errors import ConfigurationError, needs_extra, read_by_transformers
 
 PIECE_BYTES = 1 << 16  # of text, tokenized at a time by one thread
 COMMIT_BYTES = 1 << 23  # of text, between two entries of the journal
@@ -75,10 +75,8 @@ class FolderTokenizer:
             )
         with needs_extra(f"tokenizer={folder!r}", "hf"):
             from transformers import AutoTokenizer
-        try:
+        with read_by_transformers(f"tokenizer={folder!r}: the folder holds no tokenizer"):
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"tokenizer={folder!r}: the folder holds no tokenizer: {error}") from error
         self._tokenizer.model_max_length = 1 << 60  # no warnings: windows are cut later
         self.vocab_size = len(self._tokenizer)
         self.end = self._tokenizer.eos_token_id

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.errors import ConfigurationError, needs_extra
+from lightning_holmes.errors import ConfigurationError, needs_extra, read_by_transformers
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.models.causal_lm import IGNORE_INDEX, CausalLM
 from lightning_holmes.models.pretrained import PretrainedFolder
@@ -219,13 +219,13 @@ def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any
     if isinstance(config, dict):
         settings = dict(config)
         model_type = settings.pop("model_type", None)
-        try:
-            return transformers.AutoConfig.for_model(model_type, **settings)
-        except ValueError as error:
+        if model_type not in transformers.CONFIG_MAPPING:
             raise ConfigurationError(
                 f'config["model_type"]={model_type!r} is not one that transformers '
                 f'{transformers.__version__} knows: give one like "llama" or "gpt2".'
-            ) from error
+            )
+        with read_by_transformers(f"config={config!r} is no {model_type} model"):
+            return transformers.AutoConfig.for_model(model_type, **settings)
     if isinstance(config, transformers.PretrainedConfig):
         return copy.deepcopy(config)  # the caller's own object is left alone
     raise ConfigurationError(
@@ -234,12 +234,8 @@ def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any
 
 
 def _build_from_config(config: Any, options: dict[str, Any]) -> Any:
-    try:
+    with read_by_transformers(f"transformers made no causal language model from this {config.model_type!r} config"):
         return _import_transformers().AutoModelForCausalLM.from_config(config, **options)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"transformers made no causal language model from this {config.model_type!r} config: {error}"
-        ) from error
 
 
 def _read_config(folder: str, argument: str) -> Any:
@@ -248,22 +244,19 @@ def _read_config(folder: str, argument: str) -> Any:
             f"{argument}={folder!r}: there is no file {Path(folder, 'config.json')} (from {Path.cwd()}). "
             "Give a local folder that save_pretrained wrote; nothing is downloaded."
         )
-    try:
+    with read_by_transformers(f"{argument}={folder!r} holds no causal language model"):
         return _import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{argument}={folder!r} holds no causal language model: {error}") from error
 
 
 def _load_pretrained(folder: str, options: dict[str, Any]) -> Any:
     transformers = _import_transformers()
-    from safetensors import SafetensorError
-
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    except pickle.UnpicklingError as error:
-        raise ConfigurationError(
-            f"pretrained={folder!r}: its .bin file is damaged, or holds more than tensors, which could run code. "
-            "Give a folder with safetensors."
-        ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigurationError(f"pretrained={folder!r} holds no causal language model: {error}") from error
+        with read_by_transformers(f"pretrained={folder!r} holds no causal language model"):
+            return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    except ConfigurationError as error:
+        if isinstance(error.__cause__, pickle.UnpicklingError):
+            raise ConfigurationError(
+                f"pretrained={folder!r}: its .bin file is damaged, or holds more than tensors, which could run code. "
+                "Give a folder with safetensors."
+            ) from error.__cause__
+        raise

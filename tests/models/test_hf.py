@@ -131,6 +131,25 @@ def test_bad_input_is_named(kwargs, match):
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, "asks for Python code of its own"),
+        ({"auto_map": {"AutoConfig": None}}, "TypeError"),
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        (None, "TypeError"),
+    ],
+)
+def test_settings_that_transformers_stumbles_over_are_named(tmp_path, settings, words):
+    (tmp_path / "config.json").write_text(json.dumps(3 if settings is None else LLAMA | settings))
+    with pytest.raises(ConfigurationError, match=f"pretrained='{tmp_path}' holds no causal.*{words}"):
+        HFCausalLM(pretrained=str(tmp_path)).configure_model()
+    if settings is not None and "auto_map" not in settings:
+        with pytest.raises(ConfigurationError, match=f"config=.*{words}|transformers made no causal.*{words}"):
+            HFCausalLM(config=LLAMA | settings).configure_model()
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("config.json", "pickle"),
