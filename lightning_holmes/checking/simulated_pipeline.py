@@ -154,9 +154,7 @@ def _fill_buckets(
     if partition != "self_adapting":
         rule = "uniform" if partition == "proportional" else partition
         return make_partition(rule, structure.num_layers, size * num_chunks)
-    samples = splitter.batch_size(batch)
-    small = splitter.split(batch, -(-samples // 2))[0]
-    arguments = (small, *([0] * (admission.step_arguments(module, "training_step") - 1)))
+    arguments = (_few_samples(batch, splitter), *([0] * (admission.step_arguments(module, "training_step") - 1)))
     cost = profile_step(module, arguments, structure=structure)
     row = tuple(layer.forward + layer.backward for layer in cost.layers)
     balance = Balance(
@@ -196,17 +194,22 @@ def attached(module: LightningModule) -> Iterator[None]:
         set_trainer(module, None)
 
 
+def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
+    """Two samples of a batch, or all of it where only the module's ``split_batch`` can tell."""
+    try:
+        size = splitter.batch_size(batch)
+        return batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
+    except HolmesError:
+        return batch
+
+
 def _structure(
     module: LightningModule, batch: Any, names: Sequence[str], layers: str, splitter: BatchSplitter
 ) -> ModuleStructure:
-    try:
-        size = splitter.batch_size(batch)
-        small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
-    except HolmesError:
-        small = batch
+    small = _few_samples(batch, splitter)
     structure: ModuleStructure | None = None
     for name in names:
-        arguments = (tree.map_tensors(Tensor.clone, small), *([0] * (admission.step_arguments(module, name) - 1)))
+        arguments = (tree.map_all_tensors(Tensor.clone, small), *([0] * (admission.step_arguments(module, name) - 1)))
         found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
         structure = found if structure is None else structure.merged(found)
     assert structure is not None
@@ -284,7 +287,7 @@ class _SimulatedPipeline:
             arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
             request = StepRequest(
                 step_name=step_name,
-                batch=tree.map_tensors(Tensor.clone, batch),
+                batch=tree.map_all_tensors(Tensor.clone, batch),
                 arguments=arguments,
                 num_microbatches=num_microbatches,
                 seed=seed,

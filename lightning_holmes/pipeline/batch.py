@@ -19,7 +19,10 @@ from torch import Tensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 
-_CURE = "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule, or use num_microbatches=1"
+_CURE = (
+    "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule (and `microbatch_weight(self, batch)`, "
+    "the number of samples, where it cannot be told), or use num_microbatches=1"
+)
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 
 
@@ -117,14 +120,14 @@ def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int,
 
 def signature(batch: Any) -> Hashable:
     """What decides the shapes of a step's activations: paths, shapes and dtypes of the batch's tensors."""
-    return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in _named_tensors(batch))
+    return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tree.named_tensors(batch, "batch"))
 
 
 def checksum(batch: Any) -> int:
     """A number that differs when two ranks hold different samples: CRC-32 of the tensors' bytes (host) or
     two wrapping sums of them (device, where the bytes do not leave the accelerator)."""
     result = zlib.crc32(repr((signature(batch), _constants_of(batch))).encode())
-    for _, tensor in _named_tensors(batch):
+    for _, tensor in tree.named_tensors(batch, "batch"):
         if tensor.is_sparse or tensor.is_quantized or tensor.numel() == 0:
             continue
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -139,14 +142,15 @@ def checksum(batch: Any) -> int:
     return result
 
 
-def _constants_of(value: Any) -> Any:
-    """The strings, numbers and NumPy arrays of a batch, in order; other objects by their class."""
-    if isinstance(value, Tensor):
+def _constants_of(value: Any, seen: set[int] | None = None) -> Any:
+    """The strings, numbers and NumPy arrays of a batch, in order; objects by their class, and what is in them, once."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor) or id(value) in seen:
         return None
-    if tree.is_container(value):
-        found: list[Any] = []
-        tree.map_children(lambda key, child: found.append((str(key), _constants_of(child))) or child, value)  # type: ignore[func-returns-value]
-        return found
+    if tree.is_object(value):
+        seen.add(id(value))
+    if tree.is_container(value) or tree.is_object(value):
+        return type(value).__name__, [(str(key), _constants_of(child, seen)) for key, child in tree.children_of(value)]
     if isinstance(value, np.ndarray):
         return value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
     return value if isinstance(value, _CONSTANTS) else type(value).__name__
@@ -222,9 +226,7 @@ def _named_tensors(
     elif tree.is_container(value):
         if not into_lists and depth > 0 and _is_plain_list(value):
             return
-        children: list[tuple[Any, Any]] = []
-        tree.map_children(lambda key, child: children.append((key, child)) or child, value)  # type: ignore[func-returns-value]
-        for key, child in children:
+        for key, child in tree.children_of(value):
             yield from _named_tensors(child, f"{path}[{key!r}]", into_lists, depth + 1)
 
 

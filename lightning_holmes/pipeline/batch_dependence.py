@@ -198,7 +198,7 @@ class _Trial:
         step = getattr(copy, self._step_name)
         alone = refusing_collectives(copy, f"{type(copy).__name__}.{self._step_name}")
         with torch.no_grad(), alone, self._context() if self._context is not None else nullcontext():
-            return step(tree.map_tensors(Tensor.clone, batch), *self._arguments)
+            return step(tree.map_all_tensors(Tensor.clone, batch), *self._arguments)
 
 
 def _knows_time(layer: nn.Module) -> bool:

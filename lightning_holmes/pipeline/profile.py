@@ -177,7 +177,7 @@ def _run(
             shadow = shadow_copy(module)
         with fake:
             _make_fake(shadow, fake)
-            given = tree.map_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
+            given = tree.map_all_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
             return _count(shadow, given, layers, context)
     except (NotTheLayersError, UnsupportedModuleError):
         raise
@@ -190,7 +190,7 @@ def _run(
                 f"{lacks}; profile a smaller one, or leave the value out of the step"
             ) from error
         return _count(
-            with_own_gradients(shadow_copy(module)), tree.map_tensors(Tensor.clone, arguments), layers, context
+            with_own_gradients(shadow_copy(module)), tree.map_all_tensors(Tensor.clone, arguments), layers, context
         )
 
 
@@ -242,7 +242,7 @@ def _measure(
     noted = [StepRecorder(shadow, layers, clock) for _ in several]
     share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
     for recorder, arguments in zip(noted, several, strict=True):
-        recorder.step(tree.map_tensors(Tensor.clone, arguments), context)
+        recorder.step(tree.map_all_tensors(Tensor.clone, arguments), context)
         recorder.storages.clear()  # what is held has been added up: the timed rounds need the memory
     rounds: list[list[_Timed]] = []
     start = time.perf_counter()
@@ -255,7 +255,7 @@ def _measure(
         for arguments in several:
             recorder = StepRecorder(shadow, layers, clock)
             began = clock(), wall_clock()
-            recorder.step(tree.map_tensors(Tensor.clone, arguments), context, bare=True)
+            recorder.step(tree.map_all_tensors(Tensor.clone, arguments), context, bare=True)
             ended = clock(), wall_clock()
             recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
             whole = recorded * (ended[1] - began[1]) / (ended[0] - began[0])

@@ -178,7 +178,7 @@ class StepDriver:
         if p2p.size == 1:
             return batch
         if p2p.rank == 0:
-            message = tree.map_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
+            message = tree.map_all_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
             for rank in range(1, p2p.size):
                 p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last))
             return batch
@@ -192,7 +192,7 @@ class StepDriver:
                 f"rank {goes_on} of the same replica has: every rank of it needs as many batches. {_SHARDS}"
             )
         if self.broadcast_batch:
-            return tree.map_tensors(lambda t: t.to(self.device), message)
+            return tree.map_all_tensors(lambda t: t.to(self.device), message)
         if message != batches.checksum(batch):
             raise ConfigurationError(
                 f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
@@ -255,7 +255,7 @@ class StepDriver:
             self.recorder.enter(run, microbatch, self._positions[run.stage])
             part = microbatches[microbatch]
             if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage's step begins anew
-                part = tree.map_tensors(Tensor.clone, part)
+                part = tree.map_all_tensors(Tensor.clone, part)
             with request.context():
                 output = step(part, *request.arguments)
                 if any(map(dtensor.is_dtensor, tree.tensors_of(output))):

@@ -221,7 +221,7 @@ class Tracer:
             self.layer_bits[index] = self.new_source("inside", index)
         attributes = {name: self.taint.get(self.key(t), 0) for name, t in attribute_tensors(self.shadow).items()}
         step = getattr(self.shadow, self.step_name)
-        arguments = tree.map_tensors(Tensor.clone, arguments)  # a step may change its batch
+        arguments = tree.map_all_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
         # Under a dispatch mode torch.compile gives a function up for good: the steps after this one would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")

@@ -1,7 +1,8 @@
 """Trees of tensors: the nested containers that batches and layer outputs are made of.
 
 A tree is a tensor, or a mapping, list, tuple, named tuple, set-free dataclass of trees; anything else is
-a constant. torch has the same under ``torch.utils._pytree``, which is private; the few functions needed
+a constant. A batch may also have objects of other classes that hold tensors (graphs): :func:`named_tensors` and
+:func:`map_all_tensors` look into these, too. torch has the same under ``torch.utils._pytree``, which is private; the few functions needed
 here are small.
 
     >>> template, leaves = flatten({"x": torch.ones(2), "n": 3})
@@ -13,11 +14,14 @@ here are small.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import enum
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +29,10 @@ class Leaf:
     """The place of a tensor in a template: ``index`` counts the tensors in the order of :func:`flatten`."""
 
     index: int
+
+
+_FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType)
+_NO_OBJECTS = (Tensor, nn.Module, type, enum.Enum, Dataset, DataLoader, Leaf, *_FUNCTIONS)
 
 
 def is_named_tuple(value: Any) -> bool:
@@ -83,6 +91,46 @@ def tensors_of(value: Any) -> list[Tensor]:
 
     map_tensors(collect, value)
     return found
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is of a class of its own whose attributes may hold tensors."""
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS) and not is_container(value)
+
+
+def children_of(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and children of a container, or the attributes of an object."""
+    if is_object(value):
+        return list(vars(value).items())
+    found: list[tuple[Any, Any]] = []
+    map_children(lambda key, child: found.append((key, child)) or child, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def named_tensors(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, also those in objects of other classes, by path.
+
+    Args:
+        seen: ids of objects that are passed over; grows.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield path, value
+    elif id(value) not in seen:
+        if is_object(value):
+            seen.add(id(value))
+        for key, child in children_of(value):
+            yield from named_tensors(child, f"{path}[{key!r}]", seen)
+
+
+def map_all_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Like :func:`map_tensors`; objects of other classes that hold tensors are copied, with ``function(tensor)`` for each."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if is_object(value):
+        memo = {id(tensor): function(tensor) for _, tensor in named_tensors(value, "")}
+        return copy.deepcopy(value, memo) if memo else value
+    return map_children(lambda _, child: map_all_tensors(function, child), value)
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:

@@ -103,17 +103,21 @@ def _trace(
     for step_name, batch in samples.items():
         training = step_name == "training_step"
         wanted = options.num_microbatches if training else options.eval_num_microbatches
+        size: int | None
         try:
             size = splitter.batch_size(batch)
             small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
         except HolmesError:
-            if wanted not in (1, "auto") and not callable(getattr(module, "split_batch", None)):
-                raise
             size, small = 1, batch
+            if wanted not in (1, "auto"):  # the user's own way of splitting knows
+                if not callable(getattr(module, "split_batch", None)):
+                    raise
+                size = None
         if training:
             batch_size = size
-            _check_batch_size(size, wanted)
-        small = tree.map_tensors(Tensor.clone, small)  # a step may change its batch in place
+            if size is not None:
+                _check_batch_size(size, wanted)
+        small = tree.map_all_tensors(Tensor.clone, small)  # a step may change its batch in place
         arguments = (small, *([0] * (step_arguments(module, step_name) - 1)))
         step_context = functools.partial(context, step_name)
         found = None
@@ -124,7 +128,7 @@ def _trace(
             if not may_run_whole:
                 raise
             untraced = f"{type(error).__name__}: {error}"
-        splits = size > 1 and wanted not in ((1, "auto") if alone or not training else (1,))
+        splits = size != 1 and wanted not in ((1, "auto") if alone or not training else (1,))
         if splits and (found is None or not found.changed_parameters):
             company = None
             with suppress(Exception) if untraced else nullcontext():  # such a step may not run before its time

@@ -1,0 +1,154 @@
+"""Graph networks on batches of graphs: torch_geometric's, and objects made up like them."""
+
+import itertools
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+
+
+class Graphs:
+    """One graph or several put together, as torch_geometric's Data and Batch: no container, attributes in a store."""
+
+    def __init__(self, **tensors: Any) -> None:
+        self.store = {"self": self, **tensors}  # theirs refers back, too
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["store"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, *args: Any, **kwargs: Any) -> "Graphs":
+        for name, value in self.store.items():
+            if isinstance(value, Tensor):
+                self.store[name] = value.to(*args, **kwargs)
+        return self
+
+    @staticmethod
+    def together(graphs: list[Any]) -> "Graphs":
+        sizes = [len(g.x) for g in graphs]
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        return Graphs(
+            x=torch.cat([g.x for g in graphs]),
+            edge_index=torch.cat([g.edge_index + o for g, o in zip(graphs, offsets, strict=True)], dim=1),
+            y=torch.cat([g.y for g in graphs]),
+            batch=torch.repeat_interleave(torch.arange(len(graphs)), torch.tensor(sizes)),
+            parts=graphs,
+        )
+
+
+def made_up() -> tuple[Any, Any, Any]:
+    """The class of a graph, what puts some together, and what takes them apart."""
+    return Graphs, Graphs.together, lambda batch: batch.parts
+
+
+def torch_geometric() -> tuple[Any, Any, Any]:
+    from torch_geometric.data import Batch, Data
+
+    return Data, Batch.from_data_list, lambda batch: batch.to_data_list()
+
+
+KINDS = {"made up": made_up, "torch_geometric": torch_geometric}
+
+
+def loader(kind: str, *, differs: bool = False) -> Any:
+    """Batches of graphs of three to seven nodes: each of another shape."""
+    make, together, _ = KINDS[kind]()
+    generator = torch.Generator().manual_seed(0)
+    graphs = []
+    for index in range(18):
+        nodes = 3 + index % 5
+        edges = torch.randint(nodes, (2, 2 * nodes), generator=generator)
+        x, y = torch.randn(nodes, 4, generator=generator), torch.randn(1, generator=generator)
+        graphs.append(make(x=x + float(differs), edge_index=edges, y=y))
+    return DataLoader(graphs, batch_size=4, collate_fn=together)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        return torch.tanh(self.own(x).index_add(0, target, self.others(x[source])))
+
+
+class Network(pl.LightningModule):
+    """Its step changes the batch in place, as transforms do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(Convolution() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = batch.x.mul_(0.5)
+        for layer in self.layers:
+            hidden = layer(hidden, batch.edge_index)
+        pooled = torch.zeros(len(batch.y), 4).index_add(0, batch.batch, hidden)
+        loss = (self.head(pooled).squeeze(-1) - batch.y).square().mean()
+        self.log("loss", loss, batch_size=len(batch.y))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Splitting(Network):
+    """Says how its batches are split."""
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        _, together, apart = KINDS[self.kind]()
+        graphs = apart(batch)
+        bounds = [i * len(graphs) // num_microbatches for i in range(num_microbatches + 1)]
+        return [together(graphs[a:b]) for a, b in itertools.pairwise(bounds)]
+
+    def microbatch_weight(self, batch: Any) -> int:
+        return len(batch.y)
+
+
+def run(kind: str, strategy: Any, *, splits: bool = False, differs: bool = False) -> Any:
+    """The final parameters and the last loss, or the refusal. ``differs``: rank 1 has other graphs."""
+    torch.manual_seed(0)
+    module = (Splitting if splits else Network)(kind)
+    data = loader(kind, differs=differs and os.environ.get("RANK") == "1")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy=strategy if isinstance(strategy, str) else HolmesStrategy(**strategy),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(module, data, None if splits else data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, float(trainer.callback_metrics["loss"])
+
+
+TWO_STAGES = {"pipeline_parallel_size": 2}
+ON_TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two stages": (TWO_STAGES, {}),
+    "first stage loads": (TWO_STAGES | {"broadcast_batch": True}, {"differs": True}),
+    "split by the module": (TWO_STAGES | {"num_microbatches": 2}, {"splits": True}),
+    "not split": (TWO_STAGES | {"num_microbatches": 2}, {}),
+    "other data": (TWO_STAGES, {"differs": True}),
+}
+
+
+def on_each_rank(kind: str) -> dict[str, Any]:
+    return {name: run(kind, strategy, **more) for name, (strategy, more) in ON_TWO.items()}

@@ -1,0 +1,47 @@
+"""Batches that are objects, as graphs are: run whole, split by the module's own ``split_batch``, compared between stages.
+
+Baseline: plain Lightning in one process; parameters and loss to 1e-5.
+"""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from graph_cases import KINDS, Network, Splitting, loader, run
+from launch import launch
+
+from lightning_holmes import check
+
+pytestmark = pytest.mark.xdist_group("strategy_graphs")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "torch_geometric" and importlib.util.find_spec("torch_geometric") is None:
+        pytest.skip("needs torch_geometric: pip install torch_geometric")
+    return str(request.param)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    assert not isinstance(ours, str), ours
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+def test_check_takes_graphs(kind: str) -> None:
+    batch = next(iter(loader(kind)))
+    assert check(Network(kind), batch, num_microbatches=1).exact
+    assert check(Splitting(kind), batch, num_microbatches=2).exact
+
+
+def test_stages_and_microbatches_are_plain_lightning_or_refused_with_a_cure(kind: str) -> None:
+    whole, split = run(kind, "auto"), run(kind, "auto", splits=True)
+    assert_equal(run(kind, {}), whole)
+    assert_equal(run(kind, {"num_microbatches": 2}, splits=True), split)
+    for found in launch(2, "graph_cases:on_each_rank", kind):
+        assert_equal(found["two stages"], whole)
+        assert_equal(found["first stage loads"], whole)
+        assert_equal(found["split by the module"], split)
+        assert "split_batch" in found["not split"] and "num_microbatches=1" in found["not split"]
+        assert "broadcast_batch=True" in found["other data"]
