@@ -21,9 +21,10 @@ class ParameterExchange(Protocol):
     def release(self, stage: int) -> None:
         """The parameters of ``stage`` may go: nothing computes with them before the next fetch."""
 
-    def last_backward(self, stage: int) -> None:
-        """The last backward through ``stage`` begins, and no other one runs before ``reduce(stage)``: what it has finished
-        may be reduced while it goes on."""
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """A backward through ``stage`` begins that makes gradients of its parameters: the batch's ``first`` one, its ``last``,
+        or one between. No other stage's runs between the last one and ``reduce(stage)``: what it has finished may be reduced
+        while it goes on."""
 
     def reduce(self, stage: int) -> None:
         """All microbatches of ``stage`` are done: start to take its gradients to whoever owns them."""
@@ -44,8 +45,8 @@ class LocalExchange:
     def release(self, stage: int) -> None:
         """Nothing: they stay."""
 
-    def last_backward(self, stage: int) -> None:
-        """Nothing: no one else has gradients."""
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """Nothing: gradients go to ``p.grad``, and no one else has any."""
 
     def reduce(self, stage: int) -> None:
         """Nothing, likewise."""

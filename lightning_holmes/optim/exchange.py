@@ -1,14 +1,19 @@
-"""The exchanges of today (comm/exchange.py): parameters on every replica, with whole or with sharded optimizer states.
+"""The exchanges (comm/exchange.py): who holds parameters, gradients and optimizer states of a stage's replicas.
 
 exchange            parameters          fetch, release      reduce              states
 Replicated          on every replica    nothing             sum over replicas   on every replica
 ShardedStates       on every replica    nothing, see there  sum of the share    1/dp (ZeRO stage 1, arXiv 1910.02054)
+Layered             1/dp, and two       gather; let go      sum of the share    1/dp (arXiv 2106.02679)
+                    stages in flight
 """
 
 from torch import Tensor
 
+from lightning_holmes.comm.queue import Work
+from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.stage_shards import StageShards
 
 
 class Replicated:
@@ -26,9 +31,10 @@ class Replicated:
     def release(self, stage: int) -> None:
         """Nothing: they stay."""
 
-    def last_backward(self, stage: int) -> None:
-        """Buckets of ``stage`` may be reduced from now on, as they become full."""
-        self._reducer.last_backward(stage)
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """Buckets of ``stage`` may be reduced from its last backward on, as they become full."""
+        if last:
+            self._reducer.last_backward(stage)
 
     def reduce(self, stage: int) -> None:
         """Whatever of ``stage`` is not on its way yet. Every rank of the replicas calls."""
@@ -52,3 +58,31 @@ class ShardedStates(Replicated):
         reducer.on_laid_out = shards.prepare
         if not shards.whole_gradients:
             reducer.reduce_shares()
+
+
+class Layered:
+    """Parameters live in shards; a stage is whole while it is computed (stage_shards.py), and its gradients go to their owners
+    while the stage before runs backward (layered.py). For schedules that run all microbatches through a stage before the next."""
+
+    def __init__(self, shards: StageShards, reducer: LayeredReducer) -> None:
+        self._shards, self._reducer = shards, reducer
+
+    def fetch(self, stage: int) -> Work:
+        """Gather the stage over its replicas, all of which call."""
+        return self._shards.fetch(stage)
+
+    def release(self, stage: int) -> None:
+        """Parameters are placeholders again; their buffer serves the stage after the next one."""
+        self._shards.release(stage)
+
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """Gradients gather in the stage's buffer from its first backward on."""
+        self._reducer.backward(stage, first=first, last=last)
+
+    def reduce(self, stage: int) -> None:
+        """Each replica gets the sum of its share. Every rank of the replicas calls."""
+        self._reducer.reduce(stage)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """No schedule that lets stages go splits its backwards."""
+        raise AssertionError(f"a split backward of {name} under a layered schedule")

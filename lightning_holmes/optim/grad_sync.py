@@ -17,7 +17,7 @@ may be launched too early. What comes too late is kept aside, told to all replic
 from then on nothing is launched before the end.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ class GradSync:
         collective: what sums a bucket over the replicas; None if there is one replica. It may be exchanged between windows.
         flags_group: the replicas, for the flags; None likewise. Nothing but what runs in ``queue`` goes over it.
         queue: where collectives run.
-        replicas: a group of the replicas for what does not run in the queue; None if there is one.
         shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the group. Buckets
             that are ``apart`` by such a set are summed over it.
         stages_of: of each parameter, the stages of this rank that read it; where it has no entry, ``stages``.
@@ -52,7 +51,6 @@ class GradSync:
         flags_group: dist.ProcessGroup | None,
         queue: CommQueue,
         *,
-        replicas: dist.ProcessGroup | None = None,
         shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         stages_of: Mapping[str, Collection[int]] | None = None,
         stages: Sequence[int] = (0,),
@@ -68,7 +66,6 @@ class GradSync:
         self._buffer = buffer
         self._group = flags_group
         self._queue = queue
-        self._replicas = replicas
         self._shared = dict(shared_groups or {})
         self._stages_of = dict(stages_of or {})
         self._stages = tuple(stages)
@@ -210,20 +207,6 @@ class GradSync:
         self.collective = collective
         self.watch.reset()
         self.drifted = self._has_drifted = False
-
-    def start_sum_over_replicas(self, value: float, device: torch.device) -> Callable[[], float]:
-        """Begin to sum ``value`` over the replicas; what is returned waits for it. All ranks of the group must call."""
-        if self._replicas is None:
-            return lambda: value
-        total = torch.tensor([value], dtype=torch.float64, device=device)
-        work = dist.all_reduce(total, group=self._replicas, async_op=True)
-
-        def finish() -> float:
-            if work is not None:
-                work.wait()
-            return float(total.item())
-
-        return finish
 
 
 class _Sum:

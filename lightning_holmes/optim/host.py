@@ -24,9 +24,22 @@ from lightning_holmes.optim.clip import (
     norm_over_groups,
 )
 from lightning_holmes.optim.finite import check_finite
-from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.sharded import ShardedOptimizer
+
+
+class GatheredGradients(Protocol):
+    """Where a host finds gradients that have been reduced: a GradBuffer, or a LayeredReducer."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's, by name."""
+
+    def reached(self) -> frozenset[str]:
+        """Those that have a gradient on some replica."""
+
+    def assign_grads(self, *, last: bool, shown: bool = True) -> None:
+        """Make them ``p.grad``, where they are ``shown``."""
 
 
 class OptimizerHost(Protocol):
@@ -76,7 +89,7 @@ class LocalHost:
 
     def __init__(
         self,
-        buffer: GradBuffer,
+        buffer: GatheredGradients,
         groups: ProcessGroups,
         device: torch.device,
         *,
@@ -151,7 +164,12 @@ class ShardedHost(LocalHost):
     shards: ShardedOptimizer
 
     def __init__(
-        self, shards: ShardedOptimizer, buffer: GradBuffer, groups: ProcessGroups, device: torch.device, **about: Any
+        self,
+        shards: ShardedOptimizer,
+        buffer: GatheredGradients,
+        groups: ProcessGroups,
+        device: torch.device,
+        **about: Any,
     ) -> None:
         super().__init__(buffer, groups, device, **about)
         self.shards = shards

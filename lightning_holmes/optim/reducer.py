@@ -26,6 +26,7 @@ from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES, GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
+from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.optim.sync_chooser import SyncChooser
 from lightning_holmes.plan.placement import Placement
@@ -87,7 +88,6 @@ class GradientReducer:
             None,
             None if sync_groups is None else sync_groups.whole,
             self.queue,
-            replicas=groups.data_parallel,
             shared_groups=join_shared(groups, placement, list(shared)),
             stages_of=stages_of,
             stages=self._stages,
@@ -161,16 +161,9 @@ class GradientReducer:
 
         The ranks of the last stage call, all together; what is returned waits for the other replicas.
         """
-        total = self._sync.start_sum_over_replicas(sum(weights), self._device)
-
-        def finish() -> list[float]:
-            samples = total()
-            if samples == 0:
-                return [0.0 for _ in weights]
-            scale = factor()
-            return [weight / samples / accumulated * scale for weight in weights]
-
-        return finish
+        return start_loss_scales(
+            weights, self.groups.data_parallel, self._device, accumulated=accumulated, factor=factor
+        )
 
     def finish(self, *, last: bool) -> None:
         """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""

@@ -24,6 +24,10 @@ class ShardMemory(Protocol):
     """One a sharded optimizer; all replicas make one, alike, and call its methods together."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every replica holds whole parameters, of which pieces are views."""
+
+    @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's, by name, whoever holds their values."""
 
@@ -83,6 +87,8 @@ class ReplicatedMemory:
         self._gather_parts, self._lazily = gather, lazily
         self._gather: ParameterGather | None = None
         self._watched: nn.Module | None = None
+
+    is_whole = True
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -62,7 +62,7 @@ class ShardedOptimizer:
         assert found.level != "none"
         self.optimizer = optimizer
         self.by_elements = found.level == "elements"
-        self.whole_gradients = whole_gradients or not self.by_elements
+        self.whole_gradients = memory.is_whole and (whole_gradients or not self.by_elements)
         self._names = [list(of_group) for of_group in names]
         self._memory = memory
         self._rank = 0 if replicas is None else dist.get_rank(replicas)
@@ -114,13 +114,13 @@ class ShardedOptimizer:
     def _make_tensor(self, piece: Piece) -> nn.Parameter:
         """What the optimizer steps for a piece of this rank."""
         parameter = self._memory.parameters[piece.name]
-        if not self.by_elements and not self._master:
+        if self._memory.is_whole and not self.by_elements and not self._master:
             return parameter
         flat = self._flat(piece).detach()
         if self._master:
             flat = flat.float() if flat.dtype != torch.float32 else flat.clone()
-            if not self.by_elements:
-                flat = flat.view(dtensor.local_part(parameter).shape)
+        if not self.by_elements:
+            flat = flat.view(dtensor.local_part(parameter).shape)
         made = nn.Parameter(flat, requires_grad=parameter.requires_grad)
         vars(made).update(marks_of(parameter))
         return made

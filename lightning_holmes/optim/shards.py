@@ -37,13 +37,13 @@ class Piece:
         return self.stop - self.start
 
 
-def cut_by_elements(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
-    """Each bucket in ``num_ranks`` equal parts, and these where parameters meet.
+def cut_by_elements(extents: Sequence[Extent], num_ranks: int, *, first: int = 0) -> list[Piece]:
+    """Each bucket, numbered from ``first`` on, in ``num_ranks`` equal parts, and these where parameters meet.
 
     Pieces come bucket by bucket, in the order of their places; a parameter without elements has one, on rank 0.
     """
     pieces = []
-    for index, extent in enumerate(extents):
+    for index, extent in enumerate(extents, start=first):
         share, rest = divmod(extent.numel, num_ranks)
         assert rest == 0
         begin = 0
@@ -76,3 +76,29 @@ def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
             begin += size
             before += size
     return pieces
+
+
+def cut_whole(names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, bucket: int) -> tuple[list[Piece], int]:
+    """Whole parameters of one bucket in ``num_ranks`` equal parts, each with room for the largest; and the bucket's length.
+
+    The largest first, each to the rank that has the least.
+    """
+    loads = [0] * num_ranks
+    held: dict[str, tuple[int, int]] = {}
+    for name, size in sorted(zip(names, sizes, strict=True), key=lambda entry: -entry[1]):  # stable
+        rank = loads.index(min(loads))
+        held[name] = rank, loads[rank]
+        loads[rank] += size
+    share = max(loads)
+    pieces = [
+        Piece(
+            name=name,
+            start=0,
+            stop=size,
+            rank=held[name][0],
+            bucket=bucket,
+            offset=held[name][0] * share + held[name][1],
+        )
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    return pieces, share * num_ranks

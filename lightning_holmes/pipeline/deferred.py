@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.pipeline.stage import placeholder
 from lightning_holmes.pipeline.tape import Tape, is_fake
 from lightning_holmes.torch_private import fake_mode_of, initialiser_of, registered_buffers, registered_parameters
 

@@ -206,10 +206,9 @@ class _Batch:
         self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
     def _count_backward(self, stage: int) -> None:
-        """A backward begins, a split one with its weights' part; the exchange knows of a stage's last one."""
-        self.backwards_left[stage] -= 1
-        if self.backwards_left[stage] == 0:
-            self.exchange.last_backward(stage)
+        """A backward begins, a split one with its weights' part; the exchange knows of a stage's first and last one."""
+        left = self.backwards_left[stage] = self.backwards_left[stage] - 1
+        self.exchange.backward(stage, first=left == self.schedule.num_microbatches - 1, last=left == 0)
 
     def _place(self, action: Action) -> str:
         return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
@@ -98,12 +99,6 @@ class _Gate:
 
 
 _Gate.__call__ = _disable(_Gate.__call__, recursive=False)  # type: ignore[method-assign]
-
-
-def placeholder(like: Tensor) -> Tensor:
-    """A tensor of ``like``'s shape, type and device that holds NaN (zero where there is none) in one element's memory."""
-    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 class PipelineModule:

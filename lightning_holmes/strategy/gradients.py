@@ -1,20 +1,25 @@
 """What a fit does with gradients, made together: the reducer, the exchange that a step's schedule calls, and the host."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.optim.exchange import Replicated, ShardedStates
-from lightning_holmes.optim.gradient_options import GradientOptions
+from lightning_holmes.optim.elementwise import Separability
+from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
+from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
+from lightning_holmes.optim.layered import LayeredReducer, choose_collective
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
@@ -24,9 +29,10 @@ from lightning_holmes.plan.plan import Plan
 class Gradients:
     """Of one fit on one rank: gathered and reduced by ``reducer``, when ``exchange`` is told, for the optimizer of ``host``."""
 
-    reducer: GradientReducer
+    reducer: GradientReducer | LayeredReducer
     exchange: ParameterExchange
     host: OptimizerHost
+    stage_shards: StageShards | None = None
 
     def close(self) -> None:
         """Give the optimizer back what it had, and let go of buffers, hooks and the queue."""
@@ -80,4 +86,79 @@ def make_gradients(
             scaler=scaler,
             place=f"stage {', '.join(map(str, pipeline.stages))}",
         ),
+    )
+
+
+def make_layered_gradients(
+    pipeline: PipelineModule,
+    groups: ProcessGroups,
+    plan: Plan,
+    device: torch.device,
+    *,
+    scaler: Any,
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    found: Separability,
+    options: GradientOptions,
+    master_weights: bool,
+) -> Gradients:
+    """The same with parameters in shards: from here on a rank holds its share of them. All ranks must call.
+
+    Args:
+        names: for each of the optimizer's groups, those of this rank's parameters.
+        found: how the optimizer can be sharded.
+    """
+    parameters = StageParameters.of(pipeline, plan.rank_of)
+    queue = make_comm_queue(device)
+    by_stage = [
+        sum(p.numel() * p.itemsize for p in pipeline.parameters_of(stage).values()) for stage in pipeline.stages
+    ]
+    collective, choice = choose_collective(
+        groups, queue, device, asked=options.gradient_sync, largest_bytes=max(by_stage), stages=pipeline.stages
+    )
+    stage_shards = StageShards(
+        parameters.by_name,
+        stages=pipeline.stages,
+        stages_of=parameters.stages_of,
+        shared=parameters.shared,
+        size=plan.placement.data_parallel_size,
+        rank=groups.data_parallel_rank,
+        queue=queue,
+        gather=lambda tensor: None if collective is None else collective.gather(tensor),
+    )
+    shards = ShardedOptimizer(
+        optimizer,
+        names,
+        stage_shards,
+        found,
+        replicas=groups.data_parallel,
+        whole_gradients=False,
+        master_weights=master_weights,
+    )
+    reducer = LayeredReducer(
+        stage_shards,
+        groups,
+        plan.placement,
+        device,
+        stages=pipeline.stages,
+        shared=list(parameters.shared),
+        dtype=GRAD_DTYPES[options.grad_dtype],
+        queue=queue,
+        collective=collective,
+    )
+    if choice is not None and groups.data_parallel_rank == 0:
+        print(choice.describe(), flush=True)
+    return Gradients(
+        reducer=reducer,
+        exchange=Layered(stage_shards, reducer),
+        host=ShardedHost(
+            shards,
+            reducer,
+            groups,
+            device,
+            is_owner=pipeline.is_owner,
+            scaler=scaler,
+            place=f"stage {', '.join(map(str, pipeline.stages))}",
+        ),
+        stage_shards=stage_shards,
     )

@@ -69,6 +69,7 @@ class Options:
     powersgd_rank: int
     activation_dtype: str | None
     sharded_optimizer: bool | Literal["auto"]
+    sharded_parameters: bool
     master_weights: bool
     monitor: bool | int
     process_group_backend: str | None

@@ -79,12 +79,12 @@ class Rank:
         cut = [h.detach().requires_grad_() for h in hidden]
         for number, (h, loss_scale) in enumerate(zip(cut, finish(), strict=True)):
             if number == microbatches - 1:
-                self.exchange.last_backward(1)
+                self.exchange.backward(1, first=False, last=True)
             (self.module[2](h).square().mean() * loss_scale * scale).backward()
         self.exchange.reduce(1)
         for number, (h, out) in enumerate(zip(cut, hidden, strict=True)):
             if number == microbatches - 1:
-                self.exchange.last_backward(0)
+                self.exchange.backward(0, first=False, last=True)
             out.backward(h.grad)
         self.exchange.reduce(0)
         self.reducer.end()

@@ -77,8 +77,9 @@ class Exchange(LocalExchange):
     def release(self, stage: int) -> None:
         self._recorder.calls.append(f"release {stage}")
 
-    def last_backward(self, stage: int) -> None:
-        self._recorder.calls.append(f"last backward {stage}")
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        if last:
+            self._recorder.calls.append(f"last backward {stage}")
 
     def reduce(self, stage: int) -> None:
         self._recorder.calls.append(f"reduce {stage}")

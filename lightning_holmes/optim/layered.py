@@ -1,0 +1,290 @@
+"""LayeredReducer: gradients of parameters that live in shards; each stage's are reduced once a batch, to who owns them.
+
+A stage's gradients gather in one of two buffers over all its microbatches, and are reduced while the backward of the stage before
+runs: each replica keeps the sum of its share, and adds those of further batches of an accumulation window to it. What several stages
+read is reduced last. Parameters come and go by stage_shards.py.
+
+    reducer.begin(last=True)
+    reducer.backward(2, first=True, last=False)     # before a stage's backwards
+    reducer.reduce(2)                               # after them
+    reducer.end()
+    reducer.finish(last=True)                       # part.gradient of every part is the sum over replicas
+
+Source: arXiv 2106.02679, section 4. One replica adds what its microbatches give as several do.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_holmes.comm.collective_timing import make_collectives, measure
+from lightning_holmes.comm.collectives import Collective
+from lightning_holmes.comm.mesh import ProcessGroups, join_shared
+from lightning_holmes.comm.queue import CommQueue, OnRun, Work
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.stage_shards import NUM_BUFFERS, Part, StageShards
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.sync_choice import SyncChoice, choose
+
+
+class LayeredReducer:
+    """The gradients of one rank's parameters. All ranks make one, since it makes groups; after ``shards.lay_out``.
+
+    Args:
+        stages: this rank's, ascending.
+        shared: the sets of pipeline ranks that hold the same parameters; the same on all ranks.
+        dtype: in which gradients gather; None: the parameters' own. Types of higher precision keep their own.
+        collective: what reduces a stage's gradients over the replicas; None where there is one.
+    """
+
+    def __init__(
+        self,
+        shards: StageShards,
+        groups: ProcessGroups,
+        placement: Placement,
+        device: torch.device,
+        *,
+        stages: Sequence[int],
+        shared: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None,
+        queue: CommQueue,
+        collective: Collective | None,
+    ) -> None:
+        self.shards, self.groups, self.queue = shards, groups, queue
+        self.choices: list[SyncChoice] = []
+        """What was chosen, on rank 0."""
+        self._device = device
+        self._dtype = dtype
+        self._collective = collective
+        self._stages = tuple(stages)
+        self._place = {stage: index % NUM_BUFFERS for index, stage in enumerate(stages)}
+        self._trained = {
+            stage: [p for p in shards.parts if p.is_trained and p.stage == stage] for stage in (*stages, None)
+        }
+        self._shared = join_shared(groups, placement, shared)
+        self._names = [name for part in shards.parts if part.is_trained for name in part.names]
+        self._buffers = [self._make_buffer(stages, place) for place in range(NUM_BUFFERS)]
+        self._views: dict[str, Tensor] = {}
+        self._open: dict[int | None, list[Tensor]] = {}
+        self._busy: list[Work | None] = [None] * NUM_BUFFERS
+        self._works: list[Work] = []
+        self._touched: set[str] = set()
+        self._reached: frozenset[str] = frozenset()
+        self._flags_work: Work | None = None
+        self._unreduced: set[int] = set()
+        self._is_new = True  # a window has not gathered anything
+        self._hooks = [
+            shards.parameters[name].register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+            for name in self._names
+        ]
+
+    def _make_buffer(self, stages: Sequence[int], place: int) -> Tensor:
+        most = max((self._bytes(self._trained[s]) for s in stages if self._place[s] == place), default=0)
+        return torch.zeros(most, dtype=torch.uint8, device=self._device)
+
+    def _bytes(self, parts: Iterable[Part]) -> int:
+        return sum(part.numel * self._dtype_of(part).itemsize for part in parts)
+
+    def _dtype_of(self, part: Part) -> torch.dtype:
+        own, wanted = part.dtype, self._dtype
+        return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's, by name."""
+        return self.shards.parameters
+
+    # a batch
+
+    def begin(self, *, last: bool) -> None:
+        """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window.
+
+        Raises:
+            UnsupportedModuleError: a parameter is trained now that was frozen when the shards were made.
+        """
+        thawed = [
+            n
+            for part in self.shards.parts
+            if not part.is_trained
+            for n in part.names
+            if self.parameters[n].requires_grad
+        ]
+        if thawed:
+            raise UnsupportedModuleError(
+                f"{thawed[0]} is trained from now on, but was frozen when its shards were laid out: set requires_grad before "
+                f"fit, or use sharded_parameters=False"
+            )
+        if self._is_new:
+            self._touched.clear()
+            for part in self.shards.parts:
+                part.gradient = None
+        self._unreduced = set(self._stages)
+
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """A backward of ``stage`` begins: its gradients gather in a buffer that is empty at the ``first`` one."""
+        if not first:
+            return
+        if None not in self._open and self._trained[None]:
+            parts = self._trained[None]
+            self._gather_in(None, torch.zeros(self._bytes(parts), dtype=torch.uint8, device=self._device))
+        place = self._place[stage]
+        busy, self._busy[place] = self._busy[place], None
+        if busy is not None:
+            busy.wait()
+        buffer = self._buffers[place][: self._bytes(self._trained[stage])]
+        self._gather_in(stage, buffer.zero_())
+
+    def _gather_in(self, stage: int | None, memory: Tensor) -> None:
+        start = 0
+        self._open[stage] = []
+        for part in self._trained[stage]:
+            dtype = self._dtype_of(part)
+            buffer = memory[start : start + part.numel * dtype.itemsize].view(dtype)
+            start += buffer.numel() * dtype.itemsize
+            self._open[stage].append(buffer)
+            for name, view in part.views(buffer).items():
+                self._views[name] = view
+                self.parameters[name].grad = view if dtype == part.dtype else None
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            view = self._views.get(name)
+            if view is None:
+                return  # a backward of the user's own, between batches
+            self._touched.add(name)
+            if parameter.grad is not None and view.dtype != parameter.dtype:
+                view.add_(parameter.grad)
+                parameter.grad = None
+
+        return arrived
+
+    def reduce(self, stage: int) -> None:
+        """All backwards of ``stage`` are done: start to sum its gradients over the replicas, each its share."""
+        self._busy[self._place[stage]] = self._start(stage)
+        self._unreduced.discard(stage)
+        if not self._unreduced and None in self._open and not any(part.ranks for part in self._trained[None]):
+            self._start(None)
+
+    def _start(self, stage: int | None) -> Work | None:
+        parts, buffers = self._trained[stage], self._open.pop(stage, [])
+        for part in parts:
+            for name in part.names:
+                self._views.pop(name, None)
+                self.parameters[name].grad = None
+        if not buffers:
+            return None
+        work = self.queue.start(lambda: self._sum(parts, buffers), "bucket_reduce")
+        self._works.append(work)
+        return work
+
+    def _sum(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
+        for part, buffer in zip(parts, buffers, strict=True):
+            if self._collective is not None:
+                self._collective.scatter(buffer)
+            share = buffer.view(self.shards.size, -1)[self.shards.rank]
+            if part.gradient is None:
+                part.gradient = share.clone()
+            else:
+                part.gradient.add_(share)
+
+    def end(self) -> None:
+        """After a batch: what other pipeline ranks have gradients of, too, is summed over these, and then over the replicas."""
+        self._is_new = False
+        if None in self._open:
+            for part, buffer in zip(self._trained[None], self._open[None], strict=True):
+                if part.ranks:
+                    dist.all_reduce(buffer, group=self._shared[part.ranks])
+            self._start(None)
+
+    def start_loss_scales(
+        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float]
+    ) -> Callable[[], list[float]]:
+        """See loss_weights.py."""
+        return start_loss_scales(
+            weights, self.groups.data_parallel, self._device, accumulated=accumulated, factor=factor
+        )
+
+    def finish(self, *, last: bool) -> None:
+        """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""
+        if not last:
+            return
+        flags = torch.tensor([float(name in self._touched) for name in self._names], device=self._device)
+        place = {name: index for index, name in enumerate(self._names)}
+        for part in self._trained[None]:
+            if part.ranks:
+                own = flags[[place[name] for name in part.names]]
+                dist.all_reduce(own, group=self._shared[part.ranks])
+                flags[[place[name] for name in part.names]] = own
+        sync = self.groups.gradients
+        if sync is not None and self._names:
+            self.queue.start(lambda: dist.all_reduce(flags, group=sync.whole)).wait()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._busy = [None] * NUM_BUFFERS
+        self._reached = frozenset(name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag)
+        self._is_new = True
+
+    # what a host asks for
+
+    def reached(self) -> frozenset[str]:
+        """The parameters that have a gradient on some replica."""
+        return self._reached
+
+    def assign_grads(self, *, last: bool, shown: bool = True) -> None:
+        """Nothing is shown in ``p.grad``; pieces are given theirs."""
+
+    # what is told
+
+    def watch(self, on_run: OnRun | None) -> None:
+        """Tell when each stage's gradients were summed, and its parameters gathered, as CommQueue.on_run says."""
+        self.queue.on_run = on_run
+
+    def close(self) -> None:
+        """Let go of buffers, hooks and the queue."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._buffers.clear()
+        self._views.clear()
+        self.queue.close()
+
+
+def choose_collective(
+    groups: ProcessGroups,
+    queue: CommQueue,
+    device: torch.device,
+    *,
+    asked: str,
+    largest_bytes: int,
+    stages: Sequence[int],
+) -> tuple[Collective | None, SyncChoice | None]:
+    """What reduces and gathers stages over the replicas: what is asked for, or the fastest on a message of the largest stage's
+    size. All replicas must call. None where there is one replica."""
+    sync = groups.gradients
+    if sync is None:
+        return None, None
+    candidates = make_collectives(sync)
+    hierarchical = candidates.pop("hierarchical", None)  # whose halves are whole sums
+    if asked == "hierarchical" and hierarchical is not None:
+        candidates = {"hierarchical": hierarchical}
+    name, seconds, num_bytes, reason = asked, {}, 0, "asked for"
+    if asked not in candidates:
+        numel = max(1, largest_bytes // 4 // sync.size) * sync.size
+        found = measure(candidates, [torch.zeros(numel, device=device)], sync.whole, queue, shares=True)
+        # of those that are as fast, the one that sends the least comes last in the table
+        name = choose(dict(reversed(found.seconds.items())))
+        seconds, num_bytes, reason = dict(found.seconds), found.num_bytes, "the fastest"
+    choice = SyncChoice(
+        stages=tuple(stages),
+        ranks=sync.ranks,
+        collective=name,
+        seconds=seconds,
+        num_bytes=num_bytes,
+        reason=reason,
+        step=0,
+    )
+    return candidates[name], choice

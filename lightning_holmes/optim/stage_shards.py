@@ -1,0 +1,328 @@
+"""StageShards: parameters of which each replica holds a share, whole only while their stage is computed.
+
+A stage's parameters lie side by side in flat parts, of one type each, cut into as many shares as there are replicas.
+Two buffers, as large as the largest stage, take turns: a stage has the same one in its forward and its backward, since autograd
+keeps views of its parameters. Nothing of torch's inner life is needed for that: a parameter's ``data`` is the buffer while its stage
+is held, and a placeholder of NaN else. Parameters that several stages read (tied embeddings) come first and go last, into memory of
+their own.
+
+    shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, gather=...)
+    pieces = shards.lay_out(by_elements=True)      # from now on only shares are here
+    shards.fetch(1).wait()                         # all replicas: stage 1 is whole
+    shards.release(1)
+    values = shards.collect(lambda name: 0)        # whole, on replica 0
+    shards.close()                                 # whole everywhere, as before
+
+Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's Fast-LLM.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole
+
+NUM_BUFFERS = 2
+_ALIGNED = 256  # bytes, between parts in a buffer
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """Parameters that lie side by side, and come and go together.
+
+    Attributes:
+        names, shapes, starts: of each parameter, and where it begins.
+        numel: with padding; a multiple of the number of replicas.
+        stage: the one that reads them; None: several do.
+        ranks: the pipeline ranks that hold them, too; () where there are no others.
+        is_trained: they had requires_grad when they were laid out.
+        shard: (numel / replicas,): this replica's share of the values; empty before :meth:`StageShards.lay_out`.
+        gradient: likewise of the reduced gradients of this window; None before the first.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    starts: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    stage: int | None
+    ranks: tuple[int, ...]
+    is_trained: bool
+    shard: Tensor = field(default_factory=lambda: torch.zeros(0))
+    gradient: Tensor | None = None
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The parameters in ``buffer``, (numel,)."""
+        return {
+            name: buffer[start : start + shape.numel()].view(shape)
+            for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
+        }
+
+
+class StageShards:
+    """Implements ShardMemory. All replicas make one, alike, and call its methods together.
+
+    Args:
+        parameters: this rank's, whole, by name.
+        stages: this rank's, ascending.
+        stages_of: of each parameter, the stages of this rank that read it; where it has none, all may.
+        shared: parameters that other pipeline ranks hold, too: the ranks, and the names.
+        size, rank: of the replicas.
+        gather: brings every replica's share of a flat tensor to all; called in ``queue``.
+    """
+
+    generation = 0
+    is_whole = False
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        stages: Sequence[int],
+        stages_of: Mapping[str, Collection[int]],
+        shared: Mapping[tuple[int, ...], Sequence[str]],
+        size: int,
+        rank: int,
+        queue: CommQueue,
+        gather: Callable[[Tensor], None],
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.size, self.rank = size, rank
+        self.parts: list[Part] = []
+        self._queue, self._gather = queue, gather
+        self._place = {stage: index % NUM_BUFFERS for index, stage in enumerate(stages)}
+        self._stages_of = stages_of
+        self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
+        self._of_stage: dict[int | None, list[Part]] = {}
+        self._buffers: list[Tensor] = []
+        self._held: set[int | None] = set()
+        self._common: tuple[Work, Sequence[Tensor]] | None = None
+        self._blank = {name: placeholder(p.detach()) for name, p in self.parameters.items()}
+
+    # layout
+
+    def lay_out(self, *, by_elements: bool) -> list[Piece]:
+        """Cut the parameters, which are whole, and keep this replica's share of them."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            stages = self._stages_of.get(name, ())
+            stage = next(iter(stages)) if len(stages) == 1 and name not in self._ranks_of else None
+            ranks = self._ranks_of.get(name, ())
+            key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
+            groups.setdefault(key, []).append(name)
+        pieces: list[Piece] = []
+        for index, ((stage, ranks, *_), names) in enumerate(groups.items()):
+            sizes = tuple(self.parameters[name].numel() for name in names)
+            if by_elements:
+                total = -(-sum(sizes) // self.size) * self.size
+                found = cut_by_elements([Extent(names=tuple(names), sizes=sizes, numel=total)], self.size, first=index)
+                starts = tuple(itertools.accumulate((0, *sizes[:-1])))
+            else:
+                found, total = cut_whole(names, sizes, self.size, bucket=index)
+                places = {piece.name: piece.offset for piece in found}
+                starts = tuple(places[name] for name in names)
+            pieces += found
+            first = self.parameters[names[0]]
+            part = Part(
+                names=tuple(names),
+                shapes=tuple(self.parameters[name].shape for name in names),
+                starts=starts,
+                numel=total,
+                dtype=first.dtype,
+                device=first.device,
+                stage=stage,  # type: ignore[arg-type]
+                ranks=ranks,  # type: ignore[arg-type]
+                is_trained=first.requires_grad,
+            )
+            self.parts.append(part)
+            self._of_stage.setdefault(part.stage, []).append(part)
+        most = [
+            max(
+                (
+                    _bytes(parts)
+                    for stage, parts in self._of_stage.items()
+                    if stage is not None and self._place[stage] == place
+                ),
+                default=0,
+            )
+            for place in range(NUM_BUFFERS)
+        ]
+        device = next((part.device for part in self.parts), torch.device("cpu"))
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
+        for part in self.parts:
+            self._take(part)
+        return pieces
+
+    def _take(self, part: Part) -> None:
+        """Keep this replica's share of a part whose parameters are whole, and let go of these."""
+        share = part.numel // self.size
+        begin = self.rank * share
+        part.shard = torch.zeros(share, dtype=part.dtype, device=part.device)
+        with torch.no_grad():
+            for name, start in zip(part.names, part.starts, strict=True):
+                flat = self.parameters[name].detach().reshape(-1)
+                first, last = max(start, begin), min(start + flat.numel(), begin + share)
+                if first < last:
+                    part.shard[first - begin : last - begin] = flat[first - start : last - start]
+                self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        dtensor.replace_local(self.parameters[name], self._blank[name])
+
+    # a step
+
+    def fetch(self, stage: int) -> Work:
+        """Start to bring the parameters of ``stage``; they are there when what is returned has been waited for."""
+        if self._common is None and None in self._of_stage:
+            parts = self._of_stage[None]
+            buffer = torch.empty(_bytes(parts), dtype=torch.uint8, device=parts[0].device)
+            self._common = self._start(parts, buffer)
+        parts = self._of_stage.get(stage, [])
+        self._held.add(stage)
+        work, buffers = self._start(parts, self._buffers[self._place[stage]])
+        return _Fetch(work, functools.partial(self._arrived, parts, buffers))
+
+    def _start(self, parts: Sequence[Part], memory: Tensor) -> tuple[Work, Sequence[Tensor]]:
+        buffers = _cut(memory, parts)
+
+        def bring() -> None:
+            for part, buffer in zip(parts, buffers, strict=True):
+                buffer.view(self.size, -1)[self.rank].copy_(part.shard)
+                if self.size > 1:
+                    self._gather(buffer)
+
+        return self._queue.start(bring, "bucket_gather"), buffers
+
+    def _arrived(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
+        if self._common is not None and None not in self._held:
+            self._common[0].wait()
+            self._held.add(None)
+            self._show(self._of_stage[None], self._common[1])
+        self._show(parts, buffers)
+
+    def _show(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
+        for part, buffer in zip(parts, buffers, strict=True):
+            for name, view in part.views(buffer).items():
+                dtensor.replace_local(self.parameters[name], view)
+
+    def release(self, stage: int) -> None:
+        """Let go of the parameters of ``stage``, and after the last stage of what several read."""
+        self._held.discard(stage)
+        leaving = [*self._of_stage.get(stage, ())]
+        if not self._held - {None} and self._common is not None:
+            leaving += self._of_stage[None]
+            self._held.discard(None)
+            self._common = None
+        for part in leaving:
+            for name in part.names:
+                self._let_go(name)
+
+    # what the optimizer works on
+
+    def values(self, piece: Piece) -> Tensor:
+        part = self.parts[piece.bucket]
+        return self._own(part, part.shard, piece)
+
+    def gradient(self, piece: Piece) -> Tensor:
+        part = self.parts[piece.bucket]
+        assert part.gradient is not None
+        return self._own(part, part.gradient, piece)
+
+    def _own(self, part: Part, shard: Tensor, piece: Piece) -> Tensor:
+        start = piece.offset - self.rank * (part.numel // self.size)
+        return shard[start : start + piece.numel]
+
+    def watch(self, module: nn.Module) -> None:
+        """Nothing: who runs waits for its fetch."""
+
+    def adopt(self) -> None:
+        """Nothing: what is written to a parameter outside of a step is not kept; see :meth:`put`."""
+
+    def start(self) -> None:
+        """Nothing: updated shares travel with the next fetch."""
+
+    def finish(self) -> None:
+        """Nothing is under way between steps."""
+
+    def abandon(self) -> None:
+        """Nothing is waited for."""
+
+    # outside of steps
+
+    def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
+        """Whole parameters, each on the replica ``destination(name)``, in memory of their own; a part at a time passes through
+        every replica. All must call."""
+        found = {}
+        for part in self.parts:
+            for name, view in self._whole(part).items():
+                if destination(name) == self.rank:
+                    found[name] = view.clone()
+        return found
+
+    def _whole(self, part: Part) -> dict[str, Tensor]:
+        work, (buffer,) = self._start([part], torch.empty(_bytes([part]), dtype=torch.uint8, device=part.device))
+        work.wait()
+        return part.views(buffer)
+
+    def put(self, write: Callable[[], None]) -> None:
+        """Run ``write``, which writes to parameters, and keep what it wrote. All replicas must call."""
+        for part in self.parts:
+            for name, view in self._whole(part).items():
+                dtensor.replace_local(self.parameters[name], view)
+        write()
+        for part in self.parts:
+            share = part.numel // self.size
+            begin = self.rank * share
+            with torch.no_grad():
+                for name, start in zip(part.names, part.starts, strict=True):
+                    flat = self.parameters[name].detach().reshape(-1)
+                    first, last = max(start, begin), min(start + flat.numel(), begin + share)
+                    if first < last:
+                        part.shard[first - begin : last - begin] = flat[first - start : last - start]
+                    self._let_go(name)
+
+    def close(self) -> None:
+        """Give each parameter its values again, in memory of its own."""
+        for part in self.parts:
+            for name, view in self._whole(part).items():
+                dtensor.replace_local(self.parameters[name], view.clone())
+        self.parts.clear()
+        self._of_stage.clear()
+        self._buffers.clear()
+
+
+class _Fetch:
+    """Parameters on their way; ``arrived`` is called once, when they are there."""
+
+    def __init__(self, work: Work, arrived: Callable[[], None]) -> None:
+        self._work, self._arrived = work, arrived
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._arrived()
+
+    def seconds(self) -> float | None:
+        return self._work.seconds()
+
+
+def _bytes(parts: Sequence[Part]) -> int:
+    """What some parts take in a buffer."""
+    return sum(-(-part.numel * part.dtype.itemsize // _ALIGNED) * _ALIGNED for part in parts)
+
+
+def _cut(memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """The parts' places in ``memory``, (numel,) each."""
+    found, start = [], 0
+    for part in parts:
+        size = part.numel * part.dtype.itemsize
+        found.append(memory[start : start + size].view(part.dtype))
+        start += -(-size // _ALIGNED) * _ALIGNED
+    return found
