@@ -97,7 +97,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        assigned: bool,
+        assigned: frozenset[str],
         background: bool,
     ) -> None:
         """Write ``checkpoint``, whose states are this rank's parts, as a folder; all ranks must call.
@@ -106,7 +106,7 @@ class CheckpointManager:
             order: the names of the whole ``state_dict``.
             parameters: those of them that are parameters.
             plan: the plan as YAML.
-            assigned: optimizer states are on one replica each already.
+            assigned: what is on one replica each already: "optimizer", its states; "state_dict", the parameters.
         """
         self._writer.wait()
         # gathered, not broadcast: after it every rank's writer has ended, and read what is to be forgotten
@@ -130,7 +130,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        assigned: bool,
+        assigned: frozenset[str],
     ) -> None:
         """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
 
@@ -156,7 +156,7 @@ class CheckpointManager:
         order: Sequence[str],
         parameters: frozenset[str],
         plan: str,
-        assigned: bool,
+        assigned: frozenset[str],
     ) -> FolderSave:
         rest = dict(checkpoint)
         state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
@@ -277,9 +277,16 @@ class CheckpointManager:
         return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
 
 
-def _share(job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: bool) -> dict[Value, Any]:
+def _share(
+    job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: frozenset[str]
+) -> dict[Value, Any]:
     """What this rank writes; the ranks of a tensor group, which must call together, write parts of their replica's share."""
-    alone = {name: value for name, value in values.items() if assigned and name[0] != "state_dict"}
+
+    def is_alone(name: Value) -> bool:
+        of_module = name[0] == "state_dict"
+        return ("state_dict" in assigned and name[1] in parameters) if of_module else "optimizer" in assigned
+
+    alone = {name: value for name, value in values.items() if is_alone(name)}
     alike = {name: value for name, value in values.items() if name not in alone}
     ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone
     if job.tensor_size == 1:

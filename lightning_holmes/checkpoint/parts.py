@@ -26,14 +26,24 @@ class Deferred:
     read: Callable[[], Any]
 
 
-def module_part(pipeline: PipelineModule) -> dict[str, Any]:
-    """The entries of the module's ``state_dict`` whose copy on this rank counts."""
+def module_part(pipeline: PipelineModule, collected: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """The entries of the module's ``state_dict`` whose copy on this rank counts.
+
+    Args:
+        collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
+    """
     first_names = {id(p): n for n, p in pipeline.module.named_parameters()}
-    return {
-        key: value.detach() if isinstance(value, Tensor) else value
-        for key, value in pipeline.module.state_dict(keep_vars=True).items()
-        if pipeline.is_owner(first_names.get(id(value), key))
-    }
+    found: dict[str, Any] = {}
+    for key, value in pipeline.module.state_dict(keep_vars=True).items():
+        name = first_names.get(id(value), key)
+        if not pipeline.is_owner(name):
+            continue
+        if collected is not None and id(value) in first_names:
+            if name in collected:
+                found[key] = collected[name]
+        else:
+            found[key] = value.detach() if isinstance(value, Tensor) else value
+    return found
 
 
 def local_states(

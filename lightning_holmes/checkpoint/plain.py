@@ -37,11 +37,21 @@ def gather_parts(p2p: P2P | None, part: Mapping[Any, Any], *, root: int) -> dict
     return whole
 
 
-def module_state_dict(pipeline: PipelineModule, p2p: P2P | None, *, root: int, keeps: bool = True) -> dict[str, Any]:
+def module_state_dict(
+    pipeline: PipelineModule,
+    p2p: P2P | None,
+    *,
+    root: int,
+    keeps: bool = True,
+    collected: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere.
 
     All ranks of the replica must call: those of a tensor group make its tensors whole together, and one of them
     ``keeps`` them.
+
+    Args:
+        collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
     """
     module = pipeline.module
     first_names = {id(p): n for n, p in module.named_parameters()}
@@ -49,7 +59,11 @@ def module_state_dict(pipeline: PipelineModule, p2p: P2P | None, *, root: int, k
     order = []
     for key, value in module.state_dict(keep_vars=True).items():
         order.append(key)
-        if pipeline.is_owner(first_names.get(id(value), key)):
+        name = first_names.get(id(value), key)
+        if collected is not None and id(value) in first_names:
+            if name in collected and pipeline.is_owner(name) and keeps:
+                local[key] = collected[name]
+        elif pipeline.is_owner(name):
             found = tree.map_tensors(whole_on_host, value)
             if keeps:
                 local[key] = found

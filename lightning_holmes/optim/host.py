@@ -45,7 +45,9 @@ class GatheredGradients(Protocol):
 class OptimizerHost(Protocol):
     """One a run. All ranks make one, alike, and call :meth:`take_gradients`, :meth:`norm` and clipping together."""
 
-    shards: ShardedOptimizer | None
+    @property
+    def shards(self) -> ShardedOptimizer | None:
+        """What holds the optimizer's pieces, where it steps such."""
 
     def take_gradients(self, *, last: bool) -> None:
         """Make what was gathered the optimizer's gradients, after the ``last`` batch of a window reduced ones."""

@@ -276,7 +276,7 @@ def choose_collective(
         numel = max(1, largest_bytes // 4 // sync.size) * sync.size
         found = measure(candidates, [torch.zeros(numel, device=device)], sync.whole, queue, shares=True)
         # of those that are as fast, the one that sends the least comes last in the table
-        name = choose(dict(reversed(found.seconds.items())))
+        name = choose({name: found.seconds[name] for name in reversed(candidates)})
         seconds, num_bytes, reason = dict(found.seconds), found.num_bytes, "the fastest"
     choice = SyncChoice(
         stages=tuple(stages),

@@ -111,7 +111,7 @@ class StageShards:
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         """Cut the parameters, which are whole, and keep this replica's share of them."""
-        groups: dict[tuple[object, ...], list[str]] = {}
+        groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         for name, parameter in self.parameters.items():
             stages = self._stages_of.get(name, ())
             stage = next(iter(stages)) if len(stages) == 1 and name not in self._ranks_of else None
@@ -138,8 +138,8 @@ class StageShards:
                 numel=total,
                 dtype=first.dtype,
                 device=first.device,
-                stage=stage,  # type: ignore[arg-type]
-                ranks=ranks,  # type: ignore[arg-type]
+                stage=stage,
+                ranks=ranks,
                 is_trained=first.requires_grad,
             )
             self.parts.append(part)

@@ -6,6 +6,7 @@
 What is done with states and files is lightning_holmes.checkpoint's.
 """
 
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
@@ -27,6 +28,7 @@ from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import optimizers_to_device, restore_loaders
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
@@ -88,14 +90,32 @@ class RunCheckpoints:
                 return {}
             state = self.module.state_dict()
             return {k: checkpoints.whole_on_host(v) if dtensor.is_dtensor(v) else v for k, v in state.items()}
+        collected = self._collected_parameters()
         if self._writes_folders:
-            return checkpoints.module_part(run.pipeline)
+            return checkpoints.module_part(run.pipeline, collected)
         root = self._gathering_rank()
         if root is None or self.job.connection.failed:
             return {}
         with self.job.explaining():
             return checkpoints.module_state_dict(
-                run.pipeline, self.job.groups.p2p, root=root, keeps=self._keeps_gathered
+                run.pipeline, self.job.groups.p2p, root=root, keeps=self._keeps_gathered, collected=collected
+            )
+
+    @property
+    def _stage_shards(self) -> StageShards | None:
+        """Where parameters live, if that is in shards."""
+        return None if self.fit is None else self.fit.stage_shards
+
+    def _collected_parameters(self) -> dict[str, Tensor] | None:
+        """Whole parameters, each on the replica that writes it, where they live in shards."""
+        if self.fit is None or self.fit.shards is None or self._stage_shards is None:
+            return None
+        if self._has_failed_beside_others:
+            return {}
+        first = self.job.place_of_rank_0[1]
+        with self.job.explaining():
+            return self._stage_shards.collect(
+                self.fit.shards.destination if self._writes_folders else lambda name: first
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -176,7 +196,8 @@ class RunCheckpoints:
                 f"storage_options={storage_options!r} is for a CheckpointIO, and a checkpoint folder uses none; set "
                 f"save_distributed_checkpoint=False"
             )
-        about = _names(self.module) | {"plan": plan, "assigned": is_sharded}
+        assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
+        about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
         if failed:
             try:
                 self.manager.save_in_distress(member, checkpoint, path, **about)
@@ -220,8 +241,13 @@ class RunCheckpoints:
         if averages and trainer.state.fn == TrainerFn.FITTING:
             saved = checkpoint.get("current_model_state", saved)  # training goes on from these, not from the average
         self.resumption.weights = (saved, strict)
-        if self._open_run is not None:
-            self.resumption.put_weights(self._open_run.pipeline)
+        if self._open_run is None:
+            return
+        put = functools.partial(self.resumption.put_weights, self._open_run.pipeline)
+        if self._stage_shards is None:
+            put()
+        else:
+            self._stage_shards.put(put)
 
     def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
         """Load the states of the optimizers of ``fit``, and those of stateful data loaders."""
@@ -242,7 +268,7 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
     """Save a module of which nothing has been run yet, and which this process has whole, as a folder."""
     manager = checkpoints.CheckpointManager(distributed=True, background=False)
     manager.save_folder(
-        checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=False, background=False
+        checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
     )
 
 

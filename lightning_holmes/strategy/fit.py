@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
+from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
@@ -24,6 +25,7 @@ from lightning_holmes.lightning_private import SUMMARY, optimizers_to_device, pr
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -33,7 +35,8 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
-from lightning_holmes.strategy.gradients import make_gradients
+from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_layered_gradients
+from lightning_holmes.strategy.parameter_sharding import check_parameter_sharding
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.split_trial import SplitTrial
@@ -88,17 +91,20 @@ class Fit(Run):
         if scaler is not None and dtensor.has_dtensor_parameters(self.module):
             undo.enter_context(unscaling_parts(scaler))
         optimizers_to_device(optimizers, connection.device)
-        self.gradients = make_gradients(
-            self.pipeline,
-            job.groups,
-            self.plan,
-            connection.device,
-            scaler=scaler,
-            shard=lambda reducer: self._shard_optimizer(found, reducer),
-            options=options.gradient_options,
-            board=self._make_board(),
-            flat=options.sharding_options.master_weights,
-        )
+        if options.sharded_parameters:
+            self.gradients = self._make_layered_gradients(found, scaler)
+        else:
+            self.gradients = make_gradients(
+                self.pipeline,
+                job.groups,
+                self.plan,
+                connection.device,
+                scaler=scaler,
+                shard=lambda reducer: self._shard_optimizer(found, reducer),
+                options=options.gradient_options,
+                board=self._make_board(),
+                flat=options.sharding_options.master_weights,
+            )
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host))
@@ -110,17 +116,48 @@ class Fit(Run):
         self.exchange = None
         del self.gradients  # and the buffers
 
+    def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
+        """Parameters in shards from now on."""
+        connection, options = self.job.connection, self.options
+        if found is None:
+            raise UnsupportedModuleError(
+                "sharded_parameters=True needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
+            )
+        (optimizer,) = self.trainer.strategy.optimizers
+        check_parameter_sharding(found, optimizer, self.trainer)
+        return make_layered_gradients(
+            self.pipeline,
+            self.job.groups,
+            self.plan,
+            connection.device,
+            scaler=scaler,
+            optimizer=optimizer,
+            names=self._local_group_names(optimizer),
+            found=found,
+            options=options.gradient_options,
+            master_weights=sharding.keeps_masters(options.sharding_options, self.module),
+        )
+
+    def _local_group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """For each group of the optimizer, this rank's parameters."""
+        local = self.pipeline.local_parameters
+        return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
+
+    @property
+    def stage_shards(self) -> StageShards | None:
+        """This rank's shares of the parameters, while they live in shards."""
+        return self.gradients.stage_shards if self.is_open else None
+
     def _shard_optimizer(self, found: Separability | None, reducer: GradientReducer) -> ShardedOptimizer | None:
         """Shard the optimizer over the replicas, if that is asked for or better."""
         if found is None:
             return None
         connection, (optimizer,) = self.job.connection, self.trainer.strategy.optimizers
-        local = self.pipeline.local_parameters
         shards, choice = sharding.shard_optimizer(
             self.options.sharding_options,
             found,
             optimizer,
-            [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)],
+            self._local_group_names(optimizer),
             reducer,
             self.trainer,
             data_parallel_size=self.job.placement.data_parallel_size,

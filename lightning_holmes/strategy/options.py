@@ -110,6 +110,27 @@ class Options:
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
+        if self.sharded_parameters:
+            self._check_sharded_parameters()
+
+    def _check_sharded_parameters(self) -> None:
+        """Refuse what parameters in shards cannot be had with."""
+        schedule = self.plan_options.schedule
+        if not SCHEDULES[schedule].is_layered:
+            raise ConfigurationError(
+                f"sharded_parameters=True with schedule={schedule!r}: each stage would be gathered for each microbatch, or "
+                f'stay whole; use schedule="breadth_first", under which all microbatches pass a stage before the next one'
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"sharded_parameters=True with tensor_parallel_size={self.tensor_parallel_size}: parameters are sharded over "
+                f"replicas or over a tensor group, not both; leave one of them out"
+            )
+        if self.compression is not None:
+            raise ConfigurationError(
+                f"sharded_parameters=True with compression={self.compression!r}: compressed sums are not exact, and each "
+                f"replica owns the only copy of its share; leave compression out"
+            )
 
     @functools.cached_property
     def given_plan(self) -> Plan | None:
@@ -129,7 +150,7 @@ class Options:
             tensor_parallel_size=self.tensor_parallel_size,
             num_microbatches=self.num_microbatches,
             eval_num_microbatches=self.eval_num_microbatches,
-            schedule=self.schedule,
+            schedule="breadth_first" if self.sharded_parameters and self.schedule == "auto" else self.schedule,
             num_chunks=SCHEDULES[self.schedule].chunks(self.num_chunks) if self.schedule != "auto" else self.num_chunks,
             partition=self.partition,
             layers=self.layers,
@@ -138,8 +159,8 @@ class Options:
 
     @property
     def chooses_schedule(self) -> bool:
-        """Whether nobody has named a schedule, neither the argument nor a plan file."""
-        return self.schedule == "auto" and self.plan is None
+        """Whether nobody has settled a schedule, neither an argument nor a plan file."""
+        return self.schedule == "auto" and self.plan is None and not self.sharded_parameters
 
     def without_measuring(self) -> Options:
         """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for

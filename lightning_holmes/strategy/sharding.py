@@ -79,11 +79,19 @@ class ShardingOptions:
     """
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
+    sharded_parameters: bool = False
     master_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.sharded_optimizer not in ("auto", True, False):
             raise ConfigurationError(f'sharded_optimizer={self.sharded_optimizer!r}; use True, False or "auto"')
+        if not isinstance(self.sharded_parameters, bool):
+            raise ConfigurationError(f"sharded_parameters={self.sharded_parameters!r}; use True or False")
+        if self.sharded_parameters and self.sharded_optimizer is False:
+            raise ConfigurationError(
+                "sharded_parameters=True keeps each parameter's optimizer state where its share is, but sharded_optimizer is "
+                'False; leave it at "auto"'
+            )
         if not isinstance(self.master_weights, bool):
             raise ConfigurationError(f"master_weights={self.master_weights!r}; use True or False")
         if self.master_weights and self.sharded_optimizer is False:
@@ -95,7 +103,8 @@ class ShardingOptions:
 
 def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
     """Whether it is worth while to test optimizers."""
-    return options.master_weights or (options.sharded_optimizer is not False and data_parallel_size > 1)
+    asked = options.master_weights or options.sharded_parameters
+    return asked or (options.sharded_optimizer is not False and data_parallel_size > 1)
 
 
 def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[[Any], list[Any]]) -> Separability:
@@ -148,12 +157,9 @@ def shard_optimizer(
         UnsupportedModuleError: it is asked for, and cannot be done exactly; names the reason.
     """
     module = trainer.lightning_module
-    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
-    master_weights = options.master_weights and low
-    if options.master_weights and not low:
-        rank_zero_warn('master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"')
-        if data_parallel_size == 1:
-            return None, ShardingChoice(on=False, reason="since there is one replica")
+    master_weights = keeps_masters(options, module)
+    if options.master_weights and not master_weights and data_parallel_size == 1:
+        return None, ShardingChoice(on=False, reason="since there is one replica")
     refusal = refusal_of(found, optimizer, trainer)
     asked = options.sharded_optimizer is True or master_weights
     if refusal and asked:
@@ -202,6 +208,14 @@ def shard_optimizer(
     if master_weights:
         reason += "; with fp32 master weights"
     return shards, ShardingChoice(on=True, reason=reason)
+
+
+def keeps_masters(options: ShardingOptions, module: nn.Module) -> bool:
+    """Whether the optimizer steps fp32 weights beside the parameters."""
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+    if options.master_weights and not low:
+        rank_zero_warn('master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"')
+    return options.master_weights and low
 
 
 def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:

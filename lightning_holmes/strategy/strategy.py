@@ -117,6 +117,8 @@ class HolmesStrategy(ParallelStrategy):
         activation_dtype: "bf16": activations and their gradients cross between clusters rounded to it; not exact.
         sharded_optimizer: each replica keeps its share of the optimizer's state, and updates its share of the parameters.
             "auto": where the whole state does not fit, or is slower by what is measured (see docs/sharded-optimizer.md).
+        sharded_parameters: each replica keeps its share of parameters, gradients and optimizer states; a stage is whole while it is
+            computed (see docs/layered.md). The schedule is "breadth_first" then.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
@@ -155,6 +157,7 @@ class HolmesStrategy(ParallelStrategy):
         powersgd_rank: int = 2,
         activation_dtype: Literal["bf16"] | None = None,
         sharded_optimizer: bool | Literal["auto"] = "auto",
+        sharded_parameters: bool = False,
         master_weights: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,

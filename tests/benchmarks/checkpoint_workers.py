@@ -34,7 +34,7 @@ def throughput(folder: str) -> dict[str, list[float]]:
     part = {f"w{rank}.{i}": torch.randn(numel) for i in range(TENSORS)}
     names = [f"w{r}.{i}" for r in range(size) for i in range(TENSORS)]
     job = Job(rank=rank, size=size)
-    about: dict[str, Any] = {"order": names, "parameters": frozenset(names), "plan": "", "assigned": False}
+    about: dict[str, Any] = {"order": names, "parameters": frozenset(names), "plan": "", "assigned": frozenset()}
     keepers = {way: CheckpointManager(distributed=True, background=way == "stall") for way in ("save", "stall")}
     own, new = Path(folder) / f"plain{rank}.pt", Path(folder) / f"new{rank}.pt"
 

@@ -122,7 +122,7 @@ def test_a_full_disk_is_named_and_what_was_saved_before_stays(distributed: bool,
         checkpoint: dict[str, Any] = {"state_dict": {"a": torch.ones(100), "b": torch.ones(numel)}}
         if distributed:
             names: dict[str, Any] = {"order": ["a", "b"], "parameters": frozenset("ab")}
-            manager.save_folder(Job(), checkpoint, path, **names, plan="", assigned=False, background=False)
+            manager.save_folder(Job(), checkpoint, path, **names, plan="", assigned=frozenset(), background=False)
         else:
             manager.save_plain(Job(), checkpoint, path, background=False)
 

@@ -16,6 +16,7 @@ class Layout:
     bucket_bytes: int = 2048
     """So small that gradients leave in several buckets."""
     sharded_optimizer: bool = False
+    sharded_parameters: bool = False
     partition: tuple[int, ...] | None = None
 
 

@@ -124,7 +124,8 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             gradient_sync=layout.gradient_sync,
             bucket_bytes=layout.bucket_bytes,
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
-            sharded_optimizer=layout.sharded_optimizer,
+            sharded_optimizer=True if layout.sharded_parameters else layout.sharded_optimizer,
+            sharded_parameters=layout.sharded_parameters,
             # the default avoids the split points that are to be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )
