@@ -136,6 +136,7 @@ class Fit(Run):
             found=found,
             options=options.gradient_options,
             master_weights=sharding.keeps_masters(options.sharding_options, self.module),
+            all_gather=connection.all_gather,
         )
 
     def _local_group_names(self, optimizer: Optimizer) -> list[list[str]]:

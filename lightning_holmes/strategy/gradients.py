@@ -101,12 +101,14 @@ def make_layered_gradients(
     found: Separability,
     options: GradientOptions,
     master_weights: bool,
+    all_gather: Callable[[Any], list[Any]],
 ) -> Gradients:
     """The same with parameters in shards: from here on a rank holds its share of them. All ranks must call.
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
         found: how the optimizer can be sharded.
+        all_gather: what each rank of WORLD gives, on every rank.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     queue = make_comm_queue(device)
@@ -146,8 +148,11 @@ def make_layered_gradients(
         queue=queue,
         collective=collective,
     )
-    if choice is not None and groups.data_parallel_rank == 0:
-        print(choice.describe(), flush=True)
+    told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
+    reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)
+    if groups.builder.rank == 0:
+        for choice in reducer.choices:
+            print(choice.describe(), flush=True)
     return Gradients(
         reducer=reducer,
         exchange=Layered(stage_shards, reducer),

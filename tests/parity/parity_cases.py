@@ -38,8 +38,8 @@ LAYERED = "breadth_first"
 CHUNKED = ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v", LAYERED)
 MICROBATCHES = ("1", "2", "4", "7in4")
 """Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
-OPTIMIZERS = ("whole", "sharded")
-"""Whether replicas divide the optimizer among them."""
+OPTIMIZERS = ("whole", "sharded", "layered")
+"""Whether replicas share the optimizer out among them, or parameters and gradients, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def baseline_of(fit: Fit) -> Fit:
             num_chunks=1,
             partition=None,
             sharded_optimizer=False,
+            sharded_parameters=False,
         )
         return replace(fit, layout=layout)
     if family.microbatch_is_batch:
@@ -91,7 +92,7 @@ def make_case(
     microbatches: str,
     gradient_sync: str = "auto",
     *,
-    sharded: bool = False,
+    optimizer: str = "whole",
     **options: object,
 ) -> tuple[str, Case]:
     """A case and its name."""
@@ -110,15 +111,16 @@ def make_case(
             num_chunks=chunks,
             num_microbatches=parts,
             gradient_sync=gradient_sync,
-            sharded_optimizer=sharded,
+            sharded_optimizer=optimizer == "sharded",
+            sharded_parameters=optimizer == "layered",
         ),
         **options,  # type: ignore[arg-type]
     )
     name = f"{family}-pp{pipeline}xdp{replicas}-{schedule}-{microbatches}"
     if gradient_sync != "auto":
         name += f"-{gradient_sync}"
-    if sharded:
-        name += "-sharded"
+    if optimizer != "whole":
+        name += f"-{optimizer}"
     name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
     tolerance = {"32-true": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE}[fit.precision]
     return name, Case(fit=fit, baseline=baseline_of(fit), tolerance=tolerance)
@@ -133,21 +135,27 @@ def make_cases() -> dict[str, Case]:
         options = dict(OPTIONS[option][1])
         if FAMILIES[family].microbatch_is_batch:
             options["limit_train_batches"] = 2
-        sharded = optimizer == "sharded"
         of = "1f1b" if schedule == "none" else schedule
-        name, case = make_case(family, layout, of, microbatches, sync, sharded=sharded, **options)
+        name, case = make_case(family, layout, of, microbatches, sync, optimizer=optimizer, **options)
         cases.append((name, replace(case, levels=(family, layout, schedule, microbatches, sync, optimizer, option))))
-    rounded = product(ROUNDED, PIPELINES, (*SCHEDULES, *SPLIT_SCHEDULES), MICROBATCHES, OPTIMIZERS)
+    rounded = product(ROUNDED, PIPELINES, (*SCHEDULES, LAYERED, *SPLIT_SCHEDULES), MICROBATCHES, OPTIMIZERS)
     for (family, precision, batches), layout, schedule, microbatches, optimizer in selected(
-        [row for row in rounded if row[1][1] > 1 or row[4] == "whole"],
+        [row for row in rounded if (row[1][1] > 1 or row[4] == "whole") and (row[2] == LAYERED or row[4] != "layered")],
         cost=lambda row: 1 + row[1][0] * row[1][1],
         needed=lambda one, other: (one[0], other[0]) not in ((0, 2), (2, 3)),  # a schedule meets those in fp32
     ):
         options = {"precision": precision} | ({"limit_train_batches": batches} if batches else {})
-        cases.append(make_case(family, layout, schedule, microbatches, sharded=optimizer == "sharded", **options))
+        cases.append(make_case(family, layout, schedule, microbatches, optimizer=optimizer, **options))
     cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical"))
-    cases.append(make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", sharded=True, accumulate_grad_batches=2))
-    cases.append(make_case("gpt_tied", (2, 4), "eager_1f1b", "2", "hierarchical", sharded=True))
+    cases.append(
+        make_case("gpt_tied", (1, 4), "1f1b", "2", "hierarchical", optimizer="sharded", accumulate_grad_batches=2)
+    )
+    cases.append(make_case("gpt_tied", (2, 4), "eager_1f1b", "2", "hierarchical", optimizer="sharded"))
+    cases.append(make_case("gpt_tied", (1, 4), LAYERED, "2", "hierarchical", optimizer="layered"))
+    cases.append(make_case("lora", (1, 4), LAYERED, "2", "p2p", optimizer="layered", accumulate_grad_batches=2))
+    # one replica adds what its microbatches give, as several do
+    cases.append(make_case("gpt_tied", (1, 1), LAYERED, "4", optimizer="layered", accumulate_grad_batches=2))
+    cases.append(make_case("gpt_adamw", (2, 1), LAYERED, "1", optimizer="layered"))
     cases += [make_case(*levels) for levels in EIGHT_RANKS]
     return dict(cases) | make_uneven_cases()
 
@@ -168,6 +176,8 @@ def makes_sense(
     if (pipeline == 1 and schedule not in ("none", LAYERED)) or (pipeline > 1 and schedule == "none"):
         return False
     if replicas == 1 and (sync, optimizer) != ("auto", "whole"):
+        return False
+    if optimizer == "layered" and schedule != LAYERED:
         return False
     if schedule in (*SPLIT_SCHEDULES, "eager_zero_bubble") and not can_split(family):
         return False
