@@ -2,6 +2,7 @@
 
     lightning-holmes bench
     lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
+    lightning-holmes bench --case layered            # layered accumulation against FSDP2's three ways
     lightning-holmes bench --contenders floor holmes --timeline      # and where a step's seconds go
 
 Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
@@ -35,7 +36,7 @@ from lightning_holmes.commands.benchmark.bench_report import (
     mean_by_kind,
     show_seconds,
 )
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob, Contender
+from lightning_holmes.commands.benchmark.contenders import CASES, CONTENDERS, BenchmarkJob, Contender
 from lightning_holmes.commands.benchmark.worker import TIMELINE
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.commands.testbed import parse_rate, show_rate
@@ -72,11 +73,12 @@ def main(args: list[str]) -> None:
         if missed:
             sys.exit(1)
         return
+    case = CASES[options.case]
     topology = make_topology(
-        options.hosts,
+        options.hosts or case.hosts,
         devices=options.processes,
         fast_bytes_per_s=parse_rate(options.fast, source="--fast"),
-        ethernet_bytes_per_s=parse_rate(options.ethernet, source="--ethernet"),
+        ethernet_bytes_per_s=parse_rate(options.ethernet or case.ethernet, source="--ethernet"),
     )
     workload = Workload(
         hidden_size=options.hidden_size,
@@ -84,6 +86,7 @@ def main(args: list[str]) -> None:
         num_heads=options.heads,
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
+        microbatches=options.microbatches or case.microbatches,
         warmup_steps=options.warmup,
         steps=options.steps,
     )
@@ -92,7 +95,7 @@ def main(args: list[str]) -> None:
         raise ConfigurationError(
             f"--batch-size {workload.batch_size} does not divide among {job.world_size} processes; give a multiple"
         )
-    names = options.contenders or list(CONTENDERS)
+    names = options.contenders or case.contenders
     report = run_benchmark(
         job,
         [CONTENDERS[name] for name in CONTENDERS if name in names],
@@ -119,17 +122,21 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     network = parser.add_argument_group("network")
-    network.add_argument("--hosts", type=int, nargs="+", default=[2, 2], metavar="N", help="hosts of each cluster")
+    parser.add_argument("--case", choices=list(CASES), default="clusters", help="who takes part, on which network")
+    network.add_argument(
+        "--hosts", type=int, nargs="+", metavar="N", help="hosts of each cluster; by default the case's"
+    )
     network.add_argument("--processes", type=int, default=1, help="processes on each host")
     network.add_argument("--cpu-share", type=float, default=0.45, help="cores of each host")
     network.add_argument("--fast", default="1gbit", help="rate inside clusters")
-    network.add_argument("--ethernet", default="100mbit", help="rate of the Ethernet that joins them")
+    network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
     training = parser.add_argument_group("training")
     training.add_argument("--hidden-size", type=int, default=defaults.hidden_size)
     training.add_argument("--layers", type=int, default=defaults.num_layers)
     training.add_argument("--heads", type=int, default=defaults.num_heads)
     training.add_argument("--sequence-length", type=int, default=defaults.sequence_length)
     training.add_argument("--batch-size", type=int, default=defaults.batch_size, help="of the whole job")
+    training.add_argument("--microbatches", type=int, help="of each replica's part of a batch; by default the case's")
     training.add_argument("--steps", type=int, default=defaults.steps, help="measured steps of each run")
     training.add_argument("--warmup", type=int, default=defaults.warmup_steps, help="steps before them")
     predictions = parser.add_argument_group("predictions, held against runs (instead of the contenders)")
@@ -195,6 +202,7 @@ def run_benchmark(
             result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose, timelines=timelines)
             print(f"{show_seconds(result.step_s)} s a step" if result.step_s is not None else "no figures", flush=True)
             found[contender.name].append(result)
+    parts = job.workload.microbatches
     fast, ethernet = (nic.bandwidth_bytes_per_s for nic in job.topology.clusters[0].hosts[0].nics)
     sizes = "+".join(str(len(cluster.hosts)) for cluster in job.topology.clusters)
     return Report(
@@ -204,6 +212,7 @@ def run_benchmark(
             f"{sizes} hosts, {cpu_share:g} core each, {show_rate(fast)} inside clusters, {show_rate(ethernet)} across; "
             f"GPT of {job.workload.num_parameters / 1e6:.3g} M parameters, "
             f"batch {job.workload.batch_size} x {job.workload.sequence_length}"
+            + (f" in {parts} microbatches a process" if parts > 1 else "")
         ),
         command=command,
         facts={"hardware": _hardware(), "commit": _commit(), "torch": version("torch"), "rounds": rounds},

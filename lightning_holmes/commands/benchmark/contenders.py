@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
@@ -49,6 +50,7 @@ class Contender:
         title: in the table.
         make_strategy: the Trainer's strategy, made on every rank.
         make_module: the model.
+        accumulates: microbatches are batches of an accumulation window; else the strategy cuts a batch.
         alone: each process trains by itself, on its part of the batch.
         gloo_on_ethernet: GLOO_SOCKET_IFNAME names the Ethernet card, as a careful user would set it.
         fast_everywhere: Ethernet is made as fast as the fast cards.
@@ -60,6 +62,7 @@ class Contender:
     title: str
     make_strategy: Callable[[BenchmarkJob], Strategy]
     make_module: Callable[[BenchmarkJob], LightningModule] = lambda job: GPT(**job.workload.model_arguments)
+    accumulates: bool = True
     alone: bool = False
     gloo_on_ethernet: bool = True
     fast_everywhere: bool = False
@@ -80,14 +83,55 @@ class Fp16DDPStrategy(DDPStrategy):
 
 
 class ShardedGPT(GPT):
-    """GPT with each block, and then the rest, sharded over the data-parallel axis."""
+    """GPT with each block, and then the rest, sharded over the data-parallel axis by FSDP2."""
+
+    syncs_each_microbatch = True
+    reshards = True
 
     def configure_model(self) -> None:
         assert self.device_mesh is not None
         mesh = self.device_mesh["data_parallel"]
         for layer in self.layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshards)
         fully_shard(self, mesh=mesh)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        accumulated = self.trainer.accumulate_grad_batches
+        last = (batch_idx + 1) % accumulated == 0
+        made: Any = self  # fully_shard has made it an FSDPModule
+        if not self.syncs_each_microbatch:
+            made.set_requires_gradient_sync(last)
+        if not self.reshards:
+            made.set_reshard_after_backward(last)
+
+
+class UnsyncedGPT(ShardedGPT):
+    """Gradients are reduced after the last microbatch only, and whole until then."""
+
+    syncs_each_microbatch = False
+
+
+class KeptGPT(UnsyncedGPT):
+    """And parameters stay whole from the first microbatch to the last: FSDP2 that holds everything."""
+
+    reshards = False
+
+
+def make_fsdp2(job: BenchmarkJob) -> Strategy:
+    """Lightning's strategy for FSDP2, over all processes."""
+    return ModelParallelStrategy(
+        data_parallel_size=job.world_size, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+
+
+def make_pipeline_with_zero1(job: BenchmarkJob) -> Strategy:
+    """Two stages, 1F1B, optimizer states in shards."""
+    return HolmesStrategy(
+        pipeline_parallel_size=2,
+        schedule="1f1b",
+        num_microbatches=max(2, job.workload.microbatches),
+        sharded_optimizer=job.world_size > 2,
+    )
 
 
 def hosts_of_blind_stages(job: BenchmarkJob) -> list[list[str]]:
@@ -131,10 +175,36 @@ _ALL = (
     Contender(
         name="fsdp2",
         title="FSDP2",
-        make_strategy=lambda job: ModelParallelStrategy(
-            data_parallel_size=job.world_size, tensor_parallel_size=1, process_group_backend="gloo"
-        ),
+        make_strategy=make_fsdp2,
         make_module=lambda job: ShardedGPT(**job.workload.model_arguments),
+    ),
+    Contender(
+        name="fsdp2-no-sync",
+        title="FSDP2, reduced after the last microbatch",
+        make_strategy=make_fsdp2,
+        make_module=lambda job: UnsyncedGPT(**job.workload.model_arguments),
+    ),
+    Contender(
+        name="fsdp2-kept",
+        title="FSDP2, likewise, and all kept whole meanwhile",
+        make_strategy=make_fsdp2,
+        make_module=lambda job: KeptGPT(**job.workload.model_arguments),
+    ),
+    Contender(
+        name="layered",
+        title="Holmes, layered, parameters in shards",
+        make_strategy=lambda job: HolmesStrategy(
+            pipeline_parallel_size=1, sharded_parameters=True, num_microbatches=job.workload.microbatches
+        ),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
+    Contender(
+        name="zero1",
+        title="Holmes, two stages, 1F1B with ZeRO-1",
+        make_strategy=make_pipeline_with_zero1,
+        accumulates=False,
+        gloo_on_ethernet=False,
     ),
     Contender(
         name="blind",
@@ -143,13 +213,46 @@ _ALL = (
         node_order=lambda job: [name for names in hosts_of_blind_stages(job) for name in names],
         why_not=why_not_blind,
     ),
-    Contender(name="holmes", title="Holmes", make_strategy=lambda job: HolmesStrategy(), gloo_on_ethernet=False),
+    Contender(
+        name="holmes",
+        title="Holmes",
+        make_strategy=lambda job: HolmesStrategy(),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
     Contender(
         name="holmes-fast",
         title="Holmes, fast links everywhere",
         make_strategy=lambda job: HolmesStrategy(),
+        accumulates=False,
         gloo_on_ethernet=False,
         fast_everywhere=True,
     ),
 )
 CONTENDERS: dict[str, Contender] = {contender.name: contender for contender in _ALL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkCase:
+    """A comparison: who takes part, and the network and training where the command line does not say.
+
+    Attributes:
+        hosts: of each cluster.
+        ethernet: the rate between clusters; inside it is a gigabit a second.
+    """
+
+    contenders: tuple[str, ...]
+    hosts: tuple[int, ...] = (2, 2)
+    ethernet: str = "100mbit"
+    microbatches: int = 1
+
+
+CASES = {
+    "clusters": BenchmarkCase(contenders=("floor", "ddp", "ddp-fp16", "fsdp2", "blind", "holmes", "holmes-fast")),
+    "layered": BenchmarkCase(
+        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "fsdp2-kept", "layered", "zero1"),
+        hosts=(4,),
+        ethernet="1gbit",
+        microbatches=4,
+    ),
+}

@@ -36,15 +36,18 @@ _INTERFACES = Path("/sys/class/net")
 class StepClock(Callback):
     """When each step began, and what the cards had sent when the measured steps began and ended.
 
-    A step lasts to the start of the next one. Nothing is synchronised for it.
+    A step, of one batch or several, lasts to the start of the next one. Nothing is synchronised for it.
     """
 
-    def __init__(self, warmup_steps: int) -> None:
+    def __init__(self, warmup_steps: int, batches: int = 1) -> None:
         self.warmup_steps = warmup_steps
+        self.batches = batches
         self.marks_s: list[float] = []
         self.sent_bytes: list[dict[str, int]] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.batches:
+            return
         self.marks_s.append(time.perf_counter())
         if len(self.marks_s) == self.warmup_steps + 1:
             self.sent_bytes.append(read_sent_bytes())
@@ -98,7 +101,8 @@ def main(name: str, folder: Path) -> None:
     job, contender = read_job(folder), CONTENDERS[name]
     workload = job.workload
     seed_everything(1, verbose=False)
-    clock = StepClock(workload.warmup_steps)
+    accumulated = workload.microbatches if contender.accumulates else 1
+    clock = StepClock(workload.warmup_steps, accumulated)
     strategy, callbacks = contender.make_strategy(job), list[Callback]([clock])
     if json.loads((folder / "job.json").read_text())["timeline"] and isinstance(strategy, HolmesStrategy):
         callbacks.append(TimelineMonitor(file=TIMELINE))
@@ -107,6 +111,7 @@ def main(name: str, folder: Path) -> None:
         devices=1 if contender.alone else job.processes_per_host,
         num_nodes=1 if contender.alone else job.num_hosts,
         strategy=strategy,
+        accumulate_grad_batches=accumulated,
         max_steps=workload.warmup_steps + workload.steps,
         limit_val_batches=0,
         logger=False,
@@ -116,7 +121,7 @@ def main(name: str, folder: Path) -> None:
         default_root_dir=folder,
         callbacks=callbacks,
     )
-    data = SharedBatches(workload, num_replicas=job.world_size if contender.alone else None)
+    data = SharedBatches(workload, num_replicas=job.world_size if contender.alone else None, accumulated=accumulated)
     trainer.fit(contender.make_module(job), datamodule=data)
     before, after = clock.sent_bytes
     found = {

@@ -26,7 +26,8 @@ _Positive = Annotated[int, Field(ge=1)]
 class Workload:
     """A byte GPT, trained by AdamW in fp32 on the sources of Python's library.
 
-    batch_size is that of the whole job, whatever the number of replicas. The first warmup_steps are not measured.
+    batch_size is that of the whole job, whatever the number of replicas; each replica's part of it goes through the model in
+    microbatches (1: left to the strategy). The first warmup_steps are not measured.
     """
 
     hidden_size: _Positive = 282
@@ -34,6 +35,7 @@ class Workload:
     num_heads: _Positive = 3
     sequence_length: _Positive = 128
     batch_size: _Positive = 32
+    microbatches: _Positive = 1
     warmup_steps: _Positive = 2
     steps: _Positive = 5
 
@@ -61,10 +63,10 @@ class Workload:
 class SharedBatches(FileBytes):
     """Real text, in batches that are a replica's part of the whole job's.
 
-    num_replicas is None where the strategy knows it.
+    num_replicas is None where the strategy knows it. ``accumulated``: the batches of a step.
     """
 
-    def __init__(self, workload: Workload, num_replicas: int | None) -> None:
+    def __init__(self, workload: Workload, num_replicas: int | None, accumulated: int = 1) -> None:
         samples = workload.batch_size * (workload.warmup_steps + workload.steps + 1)
         super().__init__(
             max_bytes=max(_MIN_BYTES, 2 * samples * workload.sequence_length),
@@ -73,15 +75,18 @@ class SharedBatches(FileBytes):
         )
         self.whole_batch = workload.batch_size
         self.num_replicas = num_replicas
+        self.accumulated = accumulated
 
     def setup(self, stage: str | None = None) -> None:
         num_replicas = self.num_replicas
         if num_replicas is None:
             assert self.trainer is not None
             num_replicas = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
-        if self.whole_batch % num_replicas:
+        parts = num_replicas * self.accumulated
+        if self.whole_batch % parts:
             raise ConfigurationError(
-                f"batch_size={self.whole_batch} does not divide among {num_replicas} replicas; give a multiple"
+                f"batch_size={self.whole_batch} does not divide among {num_replicas} replicas with {self.accumulated} "
+                f"microbatches each; give a multiple"
             )
-        self.batch_size = self.whole_batch // num_replicas
+        self.batch_size = self.whole_batch // parts
         super().setup(stage)
