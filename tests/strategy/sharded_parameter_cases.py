@@ -1,0 +1,191 @@
+"""What two processes do with parameters in shards: fit, evaluate, save, resume, in either format and in and out of shards.
+
+Everything is compared with plain Lightning in one process on the same samples; see test_sharded_parameters.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+
+BATCH, STEPS = 8, 4
+OPTIMIZERS = ("adamw", "sgd", "muon")
+
+
+class Block(nn.Module):
+    """Two products beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(hidden)))
+
+
+class Tied(pl.LightningModule):
+    """Four layers between an embedding and a head that shares its weight; a frozen scale; one weight that nothing reads."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
+        self.idle = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scale
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch).flatten(0, 1), batch.roll(1, -1).flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch).flatten(0, 1), batch.roll(1, -1).flatten())
+        self.log("val_loss", loss, sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer == "muon":  # whole matrices
+            matrices = [p for name, p in self.named_parameters() if p.ndim == 2 and "layers" in name]
+            return torch.optim.Muon(matrices, lr=0.02)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        others = [p for p in trained if p.ndim == 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": [p for p in trained if p.ndim == 2]}, {"params": others, "weight_decay": 0.0}],
+            lr=0.01,
+            eps=1e-4,
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"},
+        }
+
+
+def build(optimizer: str = "adamw") -> Tied:
+    """The same initial weights everywhere."""
+    torch.manual_seed(7)
+    return Tied(optimizer)
+
+
+class Data(pl.LightningDataModule):
+    """Texts in order; a replica takes every n-th of them."""
+
+    def loader(self, seed: int, batches: int) -> DataLoader:
+        strategy = self.trainer.strategy  # type: ignore[union-attr]
+        sharing = strategy.distributed_sampler_kwargs if isinstance(strategy, HolmesStrategy) else {}
+        number, rank = sharing.get("num_replicas", 1), sharing.get("rank", 0)
+        texts = torch.randint(0, 11, (BATCH * batches, 6), generator=torch.Generator().manual_seed(seed))
+        return DataLoader(texts[rank::number], batch_size=BATCH // number)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader(1, STEPS)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.loader(2, 2)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.loader(3, 1)
+
+
+def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
+    """A trainer; with arguments for HolmesStrategy two processes, else plain Lightning in one."""
+    return Trainer(
+        accelerator="cpu",
+        devices=2 if strategy else 1,
+        strategy=HolmesStrategy(**strategy) if strategy else "auto",
+        max_epochs=epochs,
+        gradient_clip_val=0.5,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+LAYERED = {"sharded_parameters": True, "num_microbatches": 2}
+REPLICATED = {"pipeline_parallel_size": 1, "num_microbatches": 2}
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def run_all(name: str) -> dict[str, Any]:
+    """Every case of one launch, by name: what it gave on this rank."""
+    folder = Path(name)
+    found: dict[str, Any] = {}
+    for optimizer in OPTIMIZERS:
+        module, trainer = build(optimizer), make_trainer(folder, **LAYERED)
+        trainer.fit(module, datamodule=Data())
+        found[f"fit {optimizer}"] = state_of(module), dict(trainer.callback_metrics)
+        if optimizer == "adamw":
+            found["plan"] = trainer.strategy.plan.schedule, trainer.strategy.plan.partition.layer_counts
+            found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
+            found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
+    for kind, folders in (("folder", True), ("file", False)):
+        module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **LAYERED)
+        saver = Saver(folder / f"{kind}.ckpt")
+        trainer.callbacks.append(saver)  # type: ignore[attr-defined]
+        trainer.fit(module, datamodule=Data())
+        trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
+        found[f"seen in {kind}"] = saver.nan_parameters
+    for source in ("folder", "folder-after", "file", "plain"):
+        for name_of, layout in (("layered", LAYERED), ("replicated", REPLICATED)):
+            module, trainer = build(), make_trainer(folder, 2, **layout)
+            trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
+            found[f"{source} to {name_of}"] = state_of(module)
+    for why, change in REFUSED.items():
+        module, trainer = build(), make_trainer(folder, **LAYERED)
+        try:
+            change(module, trainer)
+            trainer.fit(module, datamodule=Data())
+        except Exception as error:
+            found[why] = f"{type(error).__name__}: {error}"
+    return found
+
+
+class Saver(pl.Callback):
+    """Saves in mid-run, at the end of the epoch's training; counts what of the module holds NaN then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nan_parameters = -1
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _average(module: pl.LightningModule, trainer: Trainer) -> None:
+    trainer.callbacks.append(pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1))  # type: ignore[attr-defined]
+
+
+def _thaw(module: pl.LightningModule, trainer: Trainer) -> None:
+    class Thaw(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.scale.requires_grad_(batch_idx == 1)
+
+    trainer.callbacks.append(Thaw())  # type: ignore[attr-defined]
+
+
+REFUSED = {"an average of weights": _average, "thawed in mid-run": _thaw}

@@ -1,0 +1,104 @@
+"""Parameters in shards give the numbers of plain Lightning, and their checkpoints go everywhere. Tolerance 1e-5 (fp32), of the
+largest entry."""
+
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from sharded_parameter_cases import OPTIMIZERS, REFUSED, Data, build, make_trainer, run_all, state_of
+
+from lightning_holmes.checkpoint.folder import part_file
+from lightning_holmes.checkpoint.manifest import Manifest
+
+SOURCES = ("folder", "folder-after", "file", "plain")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Plain Lightning in one process: a fit by each optimizer, and a resumed one."""
+    folder = tmp_path_factory.mktemp("plain")
+    found: dict[str, Any] = {"folder": folder}
+    for optimizer in OPTIMIZERS:
+        module, trainer = build(optimizer), make_trainer(folder)
+        trainer.fit(module, datamodule=Data())
+        found[optimizer] = state_of(module), dict(trainer.callback_metrics)
+        if optimizer == "adamw":
+            trainer.save_checkpoint(folder / "plain.ckpt")
+            found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
+            found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
+    module = build()
+    make_trainer(folder, 2).fit(module, datamodule=Data())
+    found["two epochs"] = state_of(module)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    return launch(2, f"{run_all.__module__}:run_all", str(plain["folder"]), timeout_s=240)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_fit_gives_the_numbers_of_plain_lightning(
+    optimizer: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
+    expected, metrics = plain[optimizer]
+    for rank in ranks:
+        state, logged = rank[f"fit {optimizer}"]
+        assert_same(state, expected)
+        assert logged["val_loss"] == pytest.approx(float(metrics["val_loss"]), rel=1e-5)
+
+
+def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
+    plain: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
+    assert ranks[0]["plan"] == ("breadth_first", (1, 1, 1, 1))
+    for rank in ranks:
+        assert rank["test"][0]["val_loss"] == pytest.approx(plain["test"][0]["val_loss"], rel=1e-5)
+    texts = torch.stack([rank["predict"] for rank in ranks], dim=1).flatten(0, 1)
+    assert torch.equal(texts, plain["predict"])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("layout", ["layered", "replicated"])
+def test_a_checkpoint_is_resumed_in_and_out_of_shards(
+    source: str, layout: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        assert_same(rank[f"{source} to {layout}"], plain["two epochs"])
+
+
+@pytest.mark.parametrize("source", ["file", "file-after"])
+def test_plain_lightning_goes_on_from_a_file(source: str, plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    module = build()
+    make_trainer(plain["folder"], 2).fit(module, datamodule=Data(), ckpt_path=plain["folder"] / f"{source}.ckpt")
+    assert_same(state_of(module), plain["two epochs"])
+
+
+def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    manifest = Manifest.load(plain["folder"] / "folder.ckpt")
+    assert list(manifest.state_dict) == list(build().state_dict())
+    assert {entry.file for entry in manifest.state_dict.values()} == {part_file(0), part_file(1)}
+    assert set(manifest.optimizers[0]) == {
+        "embedding.weight",
+        *(n for n, _ in build().named_parameters() if "layers" in n),
+    }
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        ("an average of weights", "the callback StochasticWeightAveraging reads whole parameters between steps"),
+        ("thawed in mid-run", "scale is trained from now on, but was frozen when its shards were laid out"),
+    ],
+)
+def test_what_needs_whole_parameters_is_refused(why: str, reason: str, ranks: list[dict[str, Any]]) -> None:
+    assert set(REFUSED) == {"an average of weights", "thawed in mid-run"}
+    for rank in ranks:
+        assert rank[why].startswith("UnsupportedModuleError") and reason in rank[why]
