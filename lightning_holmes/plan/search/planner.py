@@ -5,16 +5,18 @@
     result.runners_up[0].reason        # "1.12x slower: ..."
 
 Where several layouts are possible, each gets a lower bound of its step, in the order of which they are looked at: layers are
-assigned, memory is checked, the step is estimated by a closed form. Layouts whose bound is above the best estimates
-are never looked at, the best few candidates are simulated, and the fastest of them says which layout is taken; between layouts
-within _NEARLY of each other the simpler one is. Within the layout that is taken, or settled, every candidate is simulated, and
-preference.py decides: so a run, whose layout is settled, and the command choose alike.
+assigned, memory is checked, the step is estimated by a closed form. Candidates are simulated in the order of their estimates
+until these pass the fastest that was found, a few at the least; layouts whose bound passes it are never looked at. The fastest
+layouts, or the one that is settled, have every candidate simulated, and preference.py says which one would be taken: so a run,
+whose layout is settled, and the command choose alike. Between layouts within _NEARLY of each other the simpler one is taken.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +34,8 @@ from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError
 
-_SIMULATED = 8  # candidates of all layouts that are simulated, beside the runners-up
+_SIMULATED = 8  # candidates of all layouts that are simulated at the least, beside the runners-up
+_TRIED = 3  # layouts of which every candidate is tried
 _LARGEST = (
     2**16
 )  # stages x microbatches of all candidates of a layout; beyond, those that are estimated to be slower are not simulated
@@ -109,7 +112,7 @@ class _Search:
         if not set_ups:
             raise self._nothing_to_try()
         compared = self._compare_layouts() if len(set_ups) > 1 else []
-        tried = self._try_all(self._fastest_set_up(compared) if compared else set_ups[0])
+        tried = self._try_fastest(compared) if compared else self._try_all(set_ups[0])
         if not tried:
             raise self._nothing_fits()
         unrefined = self._pick(tried)
@@ -134,36 +137,48 @@ class _Search:
         return self.preference.pick(found, unit=unit, prefers_eager=self.space.prefers_eager)
 
     def _compare_layouts(self) -> list[tuple[SetUp, Prediction]]:
-        """Simulated candidates of the layouts that may be the fastest."""
+        """Simulated candidates of the layouts that may be the fastest: in the order of their estimates, until these pass the
+        fastest that was found."""
         wanted = _SIMULATED + self.space.runners_up
-        looked: list[_Looked] = []
-        for index, set_up in enumerate(self.set_ups):
-            if len(looked) >= wanted and set_up.bound_s > looked[wanted - 1].estimate_s:
-                left = sum(len(other.runs) for other in self.set_ups[index:])
-                self.left_out["cannot be faster than the plans listed, by its lower bound"] += left
-                break
-            found = self._look(set_up, set_up.runs) or self._look(set_up, set_up.smaller)
-            looked = sorted(looked + found, key=lambda entry: entry.estimate_s)
         made: list[tuple[SetUp, Prediction]] = []
-        for entry in looked:
-            if len(made) == wanted:
+        fastest = math.inf
+        waiting = deque(self.set_ups)
+        looked: list[tuple[float, int, _Looked]] = []
+        order = itertools.count()
+        while True:
+            while waiting and (not looked or waiting[0].bound_s <= looked[0][0]):
+                set_up = waiting.popleft()
+                for entry in self._look(set_up, set_up.runs) or self._look(set_up, set_up.smaller):
+                    heapq.heappush(looked, (entry.estimate_s, next(order), entry))
+            if not looked or (len(made) >= wanted and looked[0][0] > fastest):
                 break
-            made += [(entry.set_up, found) for found in self._simulate([entry])]
+            entry = heapq.heappop(looked)[2]
+            for found in self._simulate([entry]):
+                made.append((entry.set_up, found))
+                fastest = min(fastest, found.step_s)
+        if waiting:
+            left = sum(len(set_up.runs) for set_up in waiting)
+            self.left_out["cannot be faster than the plans listed, by its lower bound"] += left
         if not made:
             raise self._nothing_fits()
         return made
 
-    def _fastest_set_up(self, compared: Sequence[tuple[SetUp, Prediction]]) -> SetUp:
-        by_set_up: dict[SetUp, list[Prediction]] = {}
-        for set_up, found in compared:
-            by_set_up.setdefault(set_up, []).append(found)
-        picked = [(set_up, self._pick(found)) for set_up, found in by_set_up.items()]
-        fastest = min(entry.step_s for _, entry in picked)
+    def _try_fastest(self, compared: Sequence[tuple[SetUp, Prediction]]) -> list[Prediction]:
+        """All that was tried of the layout that is taken. Its plan may be slower than its fastest candidate (preference.py), so
+        every candidate of the best few layouts is tried."""
+        best: dict[SetUp, float] = {}
+        for set_up, entry in compared:
+            best[set_up] = min(entry.step_s, best.get(set_up, math.inf))
+        most = min(best.values()) * (1 + self.preference.microbatch_gain(self.cost_model.model.unit)[0])
+        near = sorted((set_up for set_up, step_s in best.items() if step_s <= most), key=lambda set_up: best[set_up])
+        tried = [found for set_up in near[:_TRIED] if (found := self._try_all(set_up))]
+        picked = [self._pick(found) for found in tried]
+        fastest = min(pick.step_s for pick in picked)
 
-        def rank(entry: tuple[SetUp, Prediction]) -> tuple[Any, ...]:
-            return math.floor((entry[1].step_s / fastest - 1) / _NEARLY), *_plainness(entry[1].run), entry[1].step_s
+        def rank(pick: Prediction) -> tuple[Any, ...]:
+            return math.floor((pick.step_s / fastest - 1) / _NEARLY), *_plainness(pick.run), pick.step_s
 
-        return min(picked, key=rank)[0]
+        return tried[picked.index(min(picked, key=rank))]
 
     def _try_all(self, set_up: SetUp) -> list[Prediction]:
         """The simulated candidates of a layout that fit, in the order in which they were made."""
@@ -271,7 +286,8 @@ def _plainness(run: RunShape) -> tuple[Any, ...]:
 
 
 def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
-    """A step by closed form: the slowest rank or card for all microbatches, filling and draining, reductions."""
+    """A step by closed form: the slowest rank or card for all microbatches, filling and draining, and of the reductions what
+    the backward and the draining behind it do not hide."""
     costs = cost_model.step_costs(run, partition)
     ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
     both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
@@ -294,10 +310,13 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
     # the first microbatch passes the first stage of every rank alone, and the last one comes back alone
     fill = sum(both[:ranks]) - max(both[:ranks]) if chunks == 1 else sum(both) / stages * (ranks - 1)
     fill += sum(transfers[: ranks - 1])
-    end = max(
-        (0.0 if costs.overlap_reduce else reductions[rank]) + costs.update_s[rank] + costs.gather_s[rank]
-        for rank in range(ranks)
-    )
+    end, behind = 0.0, 0.0  # seconds from a rank's last backward to the first rank's
+    for rank in range(ranks):
+        if costs.overlap_reduce and costs.reduce_s:  # of its first stage, whose backward is its last
+            parts, whole_s = costs.reduce_parts[rank], costs.reduce_s[rank]
+            reductions[rank] = max(whole_s / parts, whole_s - costs.backward_s[rank] * (1 - 1 / parts))
+        end = max(end, reductions[rank] - behind + costs.update_s[rank] + costs.gather_s[rank])
+        behind += costs.backward_s[rank] + transfers[rank] / 2
     return run.num_microbatches * slowest + fill + end
 
 

@@ -101,6 +101,25 @@ def test_it_finds_what_trying_everything_finds() -> None:
     assert search(costs).best.step_s <= best * 1.003
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> None:
+    """Layouts whose reductions cross a slow link look fast where these are left out: the best one must be looked at, too."""
+    model = gpt_cost(1024, 12)
+    model = dataclasses.replace(model, shared_bytes=model.after.parameter_bytes if tied else 0.0)
+    costs = cost_model(model, slower_links(clusters(2, 2, devices=4), 1.25e8), 32, overlap_reduce=True)
+    chosen = search(costs).best
+    forced = [
+        search(costs, SearchSpace(layout=Layout(pipeline=size, data=16 // size, across=across))).best.step_s
+        for size, across in ((1, "data"), (2, "pipeline"), (4, "pipeline"), (4, "data"), (8, "pipeline"))
+    ]
+    assert chosen.step_s <= 1.05 * min(forced), (str(chosen.run), forced)
+
+
+def slower_links(topology: Topology, bytes_per_s: float) -> Topology:
+    links = tuple(dataclasses.replace(link, bandwidth_bytes_per_s=bytes_per_s) for link in topology.links)
+    return dataclasses.replace(topology, links=links)
+
+
 def test_the_pipeline_crosses_the_slow_link_and_gradients_do_not() -> None:
     # the communication of the paper's 7.5 B model: gradients are gigabytes, activations are not
     result = search(cost_model(gpt_cost(4096, 36), clusters(4, 4), 1536), SearchSpace(tensor=(1, 2)))
