@@ -137,6 +137,11 @@ def restore_loaders(loop: Any) -> None:
     begin_epoch_data(loop)
 
 
+def wrapped_sampler(sampler: Any) -> Any:
+    """The sampler whose samples a DistributedSampler that Lightning has made deals out, itself where it draws them."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+
+
 # modules
 
 TRAINER, FABRIC = "_trainer", "_fabric"

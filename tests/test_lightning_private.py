@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
@@ -264,6 +265,14 @@ def test_stateful_loaders_are_given_the_states_of_a_checkpoint(tmp_path: Path) -
     loader = Counted(RandomDataset(32, 4))
     trainer_for(tmp_path, limit_train_batches=4).fit(Looks(), loader, ckpt_path=tmp_path / "middle.ckpt")
     assert given[1] == {"passed": 1}
+
+
+def test_a_sampler_that_lightning_deals_out_is_found_inside() -> None:
+    inner = torch.utils.data.SubsetRandomSampler(range(4))
+    wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0)
+    assert private.wrapped_sampler(wrapper) is inner
+    own = torch.utils.data.DistributedSampler(RandomDataset(2, 4), num_replicas=2, rank=0)
+    assert private.wrapped_sampler(own) is own
 
 
 # modules

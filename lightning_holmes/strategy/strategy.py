@@ -48,6 +48,7 @@ from lightning_holmes.strategy import admission, agreement, collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
 from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.compat.resumable_sampler import make_resumable
 from lightning_holmes.strategy.compat.workers import seeded_workers
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.fit import Fit
@@ -386,9 +387,11 @@ class HolmesStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by the data-parallel coordinate: by rank, the stages of one replica would augment differently."""
+        """Seed workers by the data-parallel coordinate: by rank, the stages of one replica would augment differently. The order
+        of a stateful loader's samples goes on where a run is resumed."""
         if isinstance(dataloader, DataLoader):
             self._undo.enter_context(seeded_workers(dataloader, self.data_parallel_rank))
+            make_resumable(dataloader, self._undo)
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:

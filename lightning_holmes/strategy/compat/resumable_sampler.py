@@ -1,0 +1,96 @@
+"""ResumableSampler: the order of a replica's samples goes on in mid-epoch, also where it was drawn at random.
+
+torchdata's StatefulDataLoader saves how far it is, and the state of a sampler that has one. With replicas Lightning puts a
+DistributedSampler in between, which has none: resumed, it would draw another order, and count into that.
+
+    with Replacements() as run:
+        make_resumable(loader, run)        # loader.state_dict() now holds what its order was drawn from
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from lightning_holmes.lightning_private import wrapped_sampler
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+
+def make_resumable(loader: DataLoader[Any], changes: Replacements) -> None:
+    """Let a stateful loader that takes its samples from a DistributedSampler save and restore their order."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or hasattr(sampler, "load_state_dict"):
+        return
+    if hasattr(loader, "load_state_dict"):
+        changes.replace(loader.batch_sampler, sampler=ResumableSampler(sampler))
+
+
+class ResumableSampler(Sampler[int]):
+    """``sampler`` with a state: what the present pass was drawn from, and how many samples it has given.
+
+    What Lightning's wrapper draws it draws when the pass begins, from a generator of the sampler that it wraps, or from the
+    process's.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self._sampler = sampler
+        self._generator: Any = getattr(wrapped_sampler(sampler), "generator", None)
+        self._origin: dict[str, Any] = {}
+        self._given = 0
+        self._resumed: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            self._origin, self._given = self._take_origin(), 0
+            return self._counted(iter(self._sampler))
+        self._origin, self._given = resumed["origin"], resumed["given"]
+        with preserved_random_state(torch.device("cpu")):
+            self._put_origin(self._origin)
+            order = iter(self._sampler)
+        return self._counted(itertools.islice(order, self._given, None))
+
+    def _counted(self, order: Iterator[int]) -> Iterator[int]:
+        for index in order:
+            self._given += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"origin": self._origin, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resumed = state
+
+    def _take_origin(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state()
+        origin = {
+            "seed": self._sampler.seed,
+            "epoch": self._sampler.epoch,
+            "torch": torch.get_rng_state(),
+            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+            "python": random.getstate(),
+        }
+        if isinstance(self._generator, torch.Generator):
+            origin["generator"] = self._generator.get_state()
+        return origin
+
+    def _put_origin(self, origin: dict[str, Any]) -> None:
+        self._sampler.seed = origin["seed"]
+        self.set_epoch(origin["epoch"])
+        torch.set_rng_state(origin["torch"])
+        kind, keys, *rest = origin["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        random.setstate(origin["python"])
+        if "generator" in origin:
+            self._generator.set_state(origin["generator"])
