@@ -1,0 +1,129 @@
+"""The wheel, in an environment that has what it depends on and nothing else, far from the repository.
+
+The environment is made of links to what is installed here: the distributions that the wheel's metadata ask for, with theirs. So
+a dependency that is not declared, a file that is not packed and an import of the repository fail here.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import importlib.util
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+{readme}
+
+assert importlib.util.find_spec("pytest") is None, "the environment has more than the wheel asks for"
+
+
+class Stack(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+trainer.fit(Stack(), DataLoader(torch.randn(64, 8), 4))
+print("STEPS", trainer.global_step, trainer.world_size, lightning_holmes.__file__, flush=True)
+Stack.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+"""
+
+
+def dependencies(requirement: Requirement, found: dict[str, importlib.metadata.Distribution]) -> None:
+    """Add to ``found`` the distribution of a requirement, and those that it and its extras ask for."""
+    distribution = importlib.metadata.distribution(requirement.name)
+    key = distribution.metadata["Name"].lower()
+    if key in found and not requirement.extras:
+        return
+    found[key] = distribution
+    for line in distribution.requires or ():
+        inner = Requirement(line)
+        asked = inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *requirement.extras))
+        if asked:
+            dependencies(inner, found)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an environment's programs, with the wheel installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    sources = folder / "sources"
+    shutil.copytree(
+        ROOT / "lightning_holmes", sources / "lightning_holmes", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    build = "import setuptools.build_meta as backend; print(backend.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, capture_output=True, timeout=120)
+    shutil.rmtree(sources)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
+    python = folder / "venv" / "bin" / "python"
+    installing = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(installing, check=True, capture_output=True, timeout=120)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    found: dict[str, importlib.metadata.Distribution] = {}
+    (metadata,) = importlib.metadata.distributions(name="lightning-holmes", path=[str(site)])
+    for line in metadata.requires or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            dependencies(requirement, found)
+    for distribution in found.values():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(distribution.locate_file(name))).resolve())
+    return python.parent
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    kept = {"HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS"}
+    clean = {name: value for name, value in os.environ.items() if name in kept}
+    path = {"PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=clean | path | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.xdist_group("wheel")
+def test_the_readmes_line_trains_on_two_processes(environment: Path, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    lines = readme.split("```python\n", 1)[1].split("```", 1)[0]
+    assert "import lightning_holmes" in lines and 'Trainer(strategy="holmes", num_nodes=8, devices=8)' in lines
+    lines = lines.replace("Trainer(", "trainer = Trainer(").replace(
+        "num_nodes=8, devices=8", "devices=2, accelerator='cpu', max_epochs=1, logger=False, enable_progress_bar=False"
+    )
+    (tmp_path / "train.py").write_text(SCRIPT.format(readme=lines))
+    output = run([environment / "python", "train.py"], tmp_path)
+    assert output.count("STEPS 8 2") == 2 and str(environment.parent) in output and str(ROOT) not in output
+
+
+@pytest.mark.xdist_group("wheel")
+def test_a_recipe_is_trained_from_the_command_line(environment: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "recipes" / "gpt_tiny", tmp_path / "recipes" / "gpt_tiny")
+    command: list[str | Path] = [environment / "lightning-holmes", "fit", "--config", "recipes/gpt_tiny/config.yaml"]
+    command += ["--trainer.devices=1", "--trainer.strategy=holmes", "--trainer.max_steps=2"]
+    command += ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    run(command, tmp_path)
+    assert (tmp_path / "runs" / "gpt_tiny" / "checkpoints" / "last.ckpt").exists()
