@@ -6,6 +6,7 @@ are attributes that are exchanged while a run lasts, by lightning_holmes.strateg
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torchmetrics import Metric
@@ -142,6 +143,12 @@ def wrapped_sampler(sampler: Any) -> Any:
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
+def training_arguments(trainer: "pl.Trainer", batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """What Lightning gives ``training_step`` after this batch."""
+    given = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+    return tuple(value for name, value in given.items() if name != "batch")
+
+
 # modules
 
 TRAINER, FABRIC = "_trainer", "_fabric"
@@ -191,14 +198,6 @@ def reset_optimizers(strategy: Any) -> None:
 
 
 # callbacks and loggers
-
-SUMMARY = "_summary"
-"""Of a ModelSummary: ``(trainer, module)`` to the summary that it prints."""
-
-
-def prints_summary(callback: ModelSummary) -> bool:
-    """Whether a ModelSummary is not switched off by ``max_depth=0``."""
-    return bool(callback._max_depth)
 
 
 def average_model(callback: Any) -> Any:

@@ -108,18 +108,23 @@ def _answers(url: str) -> bool:
 
 
 class RunRecord(Callback):
-    """Gives every logger the configuration and the plan, when fit begins.
+    """Gives every logger the configuration, when fit begins, and the plan, when it is made.
 
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
-    their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself. How gradients are summed is known once the first
-    batch has run, and may change: each choice goes the same way, in CSVLogger's folder to gradient_sync.yaml.
+    their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
+    The plan, and how gradients are summed, are known once the first batch has run; the latter may change: each choice goes
+    the same way, in CSVLogger's folder to gradient_sync.yaml.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = config
         self._recorded = 0
+        self._awaits_plan = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._awaits_plan:
+            self._awaits_plan = False
+            self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
         choices = getattr(trainer.strategy, "gradient_sync_choices", [])
         if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
@@ -140,36 +145,33 @@ class RunRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recorded = 0
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        self._awaits_plan = trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self.config is None or not self._awaits_plan:
             return
-        plan = getattr(trainer.strategy, "plan", None)
         for logger in trainer.loggers:
             if isinstance(logger, LightningWandbLogger):
-                self._to_wandb(logger, plan)
+                logger.experiment.config.update({"config": self.config}, allow_val_change=True)
             elif isinstance(logger, TensorBoardLogger):
-                self._to_tensorboard(logger, plan)
-            elif isinstance(logger, CSVLogger) and plan is not None:
+                writer: Any = logger.experiment
+                text = yaml.safe_dump(self.config, sort_keys=False)
+                writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+
+    def _record_plan(self, trainer: Trainer, plan: Plan | None) -> None:
+        if plan is None:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, LightningWandbLogger):
+                logger.experiment.config.update({"plan": yaml.safe_load(plan.to_yaml())}, allow_val_change=True)
+                for name, (columns, *rows) in _tables(plan).items():
+                    logger.log_table(name, columns=columns, data=rows)
+            elif isinstance(logger, TensorBoardLogger):
+                writer: Any = logger.experiment
+                for name, (columns, *rows) in _tables(plan).items():
+                    lines = [columns, ["---"] * len(columns), *rows]
+                    writer.add_text(name, "\n".join("|" + "|".join(line) + "|" for line in lines))
+            elif isinstance(logger, CSVLogger):
                 Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
                 plan.save(Path(logger.log_dir) / "plan.yaml")
-
-    def _to_wandb(self, logger: LightningWandbLogger, plan: Plan | None) -> None:
-        facts: dict[str, Any] = {} if self.config is None else {"config": self.config}
-        if plan is not None:
-            facts["plan"] = yaml.safe_load(plan.to_yaml())
-        logger.experiment.config.update(facts, allow_val_change=True)
-        if plan is not None:
-            for name, (columns, *rows) in _tables(plan).items():
-                logger.log_table(name, columns=columns, data=rows)
-
-    def _to_tensorboard(self, logger: TensorBoardLogger, plan: Plan | None) -> None:
-        writer: Any = logger.experiment
-        if self.config is not None:
-            text = yaml.safe_dump(self.config, sort_keys=False)
-            writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
-        if plan is not None:
-            for name, (columns, *rows) in _tables(plan).items():
-                lines = [columns, ["---"] * len(columns), *rows]
-                writer.add_text(name, "\n".join("|" + "|".join(line) + "|" for line in lines))
 
 
 def _tables(plan: Plan) -> dict[str, list[list[str]]]:

@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {"admission", "agreement", "building", "collectives", "compat", "gradients", "resuming", "sharding"}
-    | {"parameter_sharding", "pytorch_lightning", "split_trial", "tracing"},
+    {"admission", "agreement", "building", "collectives", "compat", "gradients", "parameter_sharding", "resuming"}
+    | {"pytorch_lightning", "samples", "sharding", "split_trial", "tracing"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
     {"plan_request", "profiling", "runtime_plan", "planning"},

@@ -15,7 +15,7 @@ import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -224,6 +224,21 @@ class Counted(DataLoader):  # type: ignore[type-arg]
         self.state = state
 
 
+def test_a_training_step_is_given_what_it_takes(tmp_path: Path) -> None:
+    class Takes(BoringModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            given.append(private.training_arguments(self.trainer, batch, batch_idx))
+
+    class TakesBatch(Takes):
+        def training_step(self, batch: Any) -> Any:
+            return self.step(batch)
+
+    given: list[Any] = []
+    for module in (Takes(), TakesBatch()):
+        trainer_for(tmp_path, limit_train_batches=2, max_epochs=1).fit(module)
+    assert given == [(0,), (1,), (), ()]
+
+
 def test_a_fit_loops_data_is_set_up_forgotten_and_set_up_again(tmp_path: Path) -> None:
     class Looks(BoringModel):
         def on_fit_start(self) -> None:
@@ -355,16 +370,6 @@ def test_optimizers_move_their_states_and_tell_whether_they_unscale(tmp_path: Pa
 
 
 # callbacks and loggers
-
-
-def test_a_summary_is_made_by_a_method_that_a_callback_may_have_of_its_own(tmp_path: Path) -> None:
-    assert not private.prints_summary(ModelSummary(max_depth=0)) and private.prints_summary(ModelSummary())
-    callback, made = ModelSummary(), []
-    summary = getattr(callback, private.SUMMARY)
-    setattr(callback, private.SUMMARY, lambda *given: (made.append(given), summary(*given))[1])
-    trainer, module = trainer_for(tmp_path, callbacks=[callback], enable_model_summary=True), BoringModel()
-    trainer.fit(module)
-    assert made == [(trainer, module)]
 
 
 def test_averages_are_kept_where_they_are_looked_for(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_every_logger_gets_the_groups_with_their_transports(tmp_path: Path, monk
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(plan=plan), loggers=loggers, fast_dev_run=False, is_global_zero=True
     )
-    RunRecord().on_fit_start(trainer, None)  # type: ignore[arg-type]
+    record = RunRecord()
+    record.on_fit_start(trainer, None)  # type: ignore[arg-type]
+    record.on_train_batch_end(trainer, None)  # type: ignore[arg-type]
     row = ["world", "gloo on eth0", reason, "ranks 0-1"]
     assert tables["groups"] == [["for", "transport", "reason", "ranks"], row] and "plan" in tables
     assert config["plan"]["groups"][0]["reason"] == reason

@@ -40,6 +40,7 @@ from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName, spec_of
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
+from lightning_holmes.strategy.samples import step_arguments
 from lightning_holmes.torch_private import registered_parameters
 
 _SEED = 20231203
@@ -123,7 +124,7 @@ def _check_steps(
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages)
         if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
-            arguments = (0,) * (admission.step_arguments(module, "training_step") - 1)
+            arguments = step_arguments(module, "training_step")
             found = find_batch_dependence(module, "training_step", batch, arguments, splitter)
             if found is not None and found.is_cut_along_time:
                 raise UnsupportedModuleError(f"num_microbatches={num_microbatches}: {found.reason}")
@@ -154,7 +155,7 @@ def _fill_buckets(
     if partition != "self_adapting":
         rule = "uniform" if partition == "proportional" else partition
         return make_partition(rule, structure.num_layers, size * num_chunks)
-    arguments = (_few_samples(batch, splitter), *([0] * (admission.step_arguments(module, "training_step") - 1)))
+    arguments = (_few_samples(batch, splitter), *step_arguments(module, "training_step"))
     cost = profile_step(module, arguments, structure=structure)
     row = tuple(layer.forward + layer.backward for layer in cost.layers)
     balance = Balance(
@@ -209,7 +210,7 @@ def _structure(
     small = _few_samples(batch, splitter)
     structure: ModuleStructure | None = None
     for name in names:
-        arguments = (tree.map_all_tensors(Tensor.clone, small), *([0] * (admission.step_arguments(module, name) - 1)))
+        arguments = (tree.map_all_tensors(Tensor.clone, small), *step_arguments(module, name))
         found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
         structure = found if structure is None else structure.merged(found)
     assert structure is not None
@@ -284,7 +285,7 @@ class _SimulatedPipeline:
                 driver.module.eval()
             if trainer_of(driver.module) is not None:
                 setattr(trainer_of(driver.module), "training" if training else "validating", True)
-            arguments = (0,) * (admission.step_arguments(driver.module, step_name) - 1)
+            arguments = step_arguments(driver.module, step_name)
             request = StepRequest(
                 step_name=step_name,
                 batch=tree.map_all_tensors(Tensor.clone, batch),

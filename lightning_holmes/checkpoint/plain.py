@@ -213,6 +213,8 @@ def fill_whole_module(
     owner_rank: Mapping[int, int],
     group: dist.ProcessGroup | None,
     rank: int,
+    *,
+    keep_local: bool = False,
 ) -> None:
     """Give every rank of the pipeline all parameters and buffers again. All of them must call, after
     ``pipeline.uninstall()``.
@@ -221,6 +223,7 @@ def fill_whole_module(
         owner_rank: the global rank that runs each stage.
         group: the pipeline's ranks.
         rank: this global rank.
+        keep_local: leave the memory of what this rank holds as it is: somebody works with it.
     """
     if group is None:
         return
@@ -228,11 +231,12 @@ def fill_whole_module(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             source = owner_rank[pipeline.owner_stage(name)]
-            held = rank == source or name in pipeline.local_parameters
+            held = name in pipeline.local_parameters
             part = dtensor.local_part(parameter).detach()
-            data = part.contiguous() if held else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+            own = rank == source or (held and not keep_local)
+            data = part.contiguous() if own else torch.empty(part.shape, dtype=part.dtype, device=part.device)
             dist.broadcast(data, source, group=group)
-            if rank != source:
+            if rank != source and not (held and keep_local):
                 dtensor.replace_local(parameter, data)
         for name, buffer in module.named_buffers():
             part = dtensor.local_part(buffer)

@@ -43,9 +43,9 @@ from lightning_holmes.plan.timeline_plot import save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
-from lightning_holmes.strategy.admission import step_arguments
 from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s, time_update
 from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
+from lightning_holmes.strategy.samples import step_arguments
 
 _PROBE_S = 0.03
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -132,7 +132,7 @@ def make_cost_model(
         small = BatchSplitter().split(batch, samples)[0]
         cost = profile_step(
             module,
-            (small, *([0] * (step_arguments(module, "training_step") - 1))),
+            (small, *step_arguments(module, "training_step")),
             layers=asked.plan_options.layers,
             mode=request.profile,
             context=_context(precision),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
@@ -174,7 +175,7 @@ def _run(
     fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with nullcontext() if has_values else fake:  # under the mode, real tensors (a metric's state) cannot be copied
-            shadow = shadow_copy(module)
+            shadow = _attached_copy(module)
         with fake:
             _make_fake(shadow, fake)
             given = tree.map_all_tensors(lambda tensor: _as_fake(tensor, fake), arguments)
@@ -190,8 +191,15 @@ def _run(
                 f"{lacks}; profile a smaller one, or leave the value out of the step"
             ) from error
         return _count(
-            with_own_gradients(shadow_copy(module)), tree.map_all_tensors(Tensor.clone, arguments), layers, context
+            with_own_gradients(_attached_copy(module)), tree.map_all_tensors(Tensor.clone, arguments), layers, context
         )
+
+
+def _attached_copy(module: LightningModule) -> LightningModule:
+    """A copy whose step may ask the module's trainer, if it has one."""
+    shadow = shadow_copy(module)
+    set_trainer(shadow, trainer_of(module))
+    return shadow
 
 
 def _count(
@@ -238,7 +246,7 @@ def _measure(
     # layers apart, and the wall clock how long they take together
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
     # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
-    shadow = with_own_gradients(shadow_copy(module))
+    shadow = with_own_gradients(_attached_copy(module))
     noted = [StepRecorder(shadow, layers, clock) for _ in several]
     share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
     for recorder, arguments in zip(noted, several, strict=True):

@@ -121,16 +121,24 @@ class PipelineModule:
         device: torch.device,
     ) -> None:
         self.module = module
-        self.structure = structure
-        self.partition = partition
-        self.stages = tuple(stages)
         self.device = device
         self.current: StageRun | None = None
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
+        self.divide(structure, partition, stages)
+
+    @classmethod
+    def whole(cls, module: nn.Module, device: torch.device, *, rank: int = 0) -> "PipelineModule":
+        """A module that is not divided yet: pipeline rank 0 runs it and has the copies that count, others have theirs."""
+        return cls(module, None, Partition((1,)), (rank,), device)
+
+    def divide(self, structure: ModuleStructure | None, partition: Partition, stages: Sequence[int]) -> None:
+        """Be these stages from now on; :meth:`install` lets go of what lies on others."""
+        self.structure = structure
+        self.partition = partition
+        self.stages = tuple(stages)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
-        names = dict(module.named_parameters())
         if structure is None:
-            self.local_parameters = set(names)
+            self.local_parameters = {name for name, _ in self.module.named_parameters()}
         else:
             structure.check_chunks(len(self.stages))
             self.local_parameters = set().union(*(structure.parameters_of(partition, s) for s in self.stages))

@@ -40,7 +40,8 @@ class StepDriver:
 
     Args:
         pipeline: this rank's part of the module.
-        p2p: to the other ranks of the pipeline; None if there are none.
+        p2p: to the other ranks of the pipeline; None if there are none. Where ``pipeline`` is not divided, each rank runs
+            the whole step, all on the same batch.
         schedule, num_chunks: which schedule trains; evaluation runs its forwards.
         broadcast_batch: the first stage's batch replaces those of the others.
         splitter: shared by all steps, since it learns from earlier batches.
@@ -72,7 +73,8 @@ class StepDriver:
         self.device = device
         self.broadcast_batch = broadcast_batch
         self.splitter = splitter or BatchSplitter()
-        self.runner = PipelineRunner(pipeline, p2p)
+        self._is_staged = p2p is not None and p2p.size > 1 and pipeline.num_stages > 1
+        self.runner = PipelineRunner(pipeline, p2p if self._is_staged else None)
         num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
         self.recorder = LogRecorder(module, num_layers)
         self._positions = {
@@ -85,8 +87,8 @@ class StepDriver:
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks of the pipeline."""
-        return 1 if self.p2p is None else self.p2p.size
+        """Ranks that run a step together."""
+        return self.p2p.size if self.p2p is not None and self._is_staged else 1
 
     @property
     def has_last_stage(self) -> bool:
@@ -267,7 +269,7 @@ class StepDriver:
     def _expect_messages(self) -> None:
         """Post the receives of what :meth:`_share` will read, so that it is there when the step ends."""
         p2p = self.p2p
-        if p2p is None or p2p.size == 1:
+        if p2p is None or not self._is_staged:
             return
         if self.has_last_stage:
             for rank in self._other_ranks():
@@ -285,7 +287,7 @@ class StepDriver:
     ) -> Generator[None, None, StepResult]:
         """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
         p2p, calls = self.p2p, list(self.recorder.calls)
-        alone = p2p is None or p2p.size == 1
+        alone = not self._is_staged
         if not self.has_last_stage:
             assert p2p is not None
             last = self.last_rank

@@ -17,13 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.lightning_private import begin_epoch_data, combined_loader, forget_data, is_compiled_module
-from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.lightning_private import is_compiled_module
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
 _TORCH_CLIPPING = frozenset(
@@ -278,73 +276,3 @@ def _uses_its_arguments(hook: Any) -> bool:
         if instruction.opname.startswith("LOAD_FAST") and names.intersection(read):
             return True
     return False
-
-
-def step_arguments(module: nn.Module, step_name: str) -> int:
-    """How many positional arguments a step takes beside self; batch, batch index and loader index at most."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(getattr(module, step_name)).parameters.values() if p.kind in kinds]
-    return max(1, min(3, len(parameters)))
-
-
-def sample_batches(trainer: "pl.Trainer", device: torch.device) -> dict[str, Any]:
-    """One batch for each step that will run, from the trainer's own loaders.
-
-    The loaders, and random generators, are left as plain Lightning would have them when it begins to train. All ranks must call: loaders are set up, which takes barriers.
-    """
-    fn = trainer.state.fn
-    samples: dict[str, Any] = {}
-    if fn == TrainerFn.FITTING:
-        loop = trainer.fit_loop
-        with preserved_random_state(device):
-            loop.setup_data()
-            loader = combined_loader(loop)
-            if loader is not None and loop.max_batches:
-                samples["training_step"] = _first_batch(loader, device)
-        if trainer.enable_validation:
-            trainer.validating = True
-            validation = loop.epoch_loop.val_loop
-            with preserved_random_state(device):
-                validation.setup_data()
-            loader = combined_loader(validation)
-            if loader is not None and not validation.skip:
-                samples["validation_step"] = _first_batch(loader, device)
-            trainer.training = True
-        if trainer.ckpt_path is not None:
-            # states of loaders are read when Lightning sets its data up, which it must do again after loading
-            forget_data(loop)
-        elif "training_step" in samples:
-            begin_epoch_data(loop)
-        return samples
-    evaluation: Any = {
-        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
-        TrainerFn.TESTING: ("test_step", trainer.test_loop),
-        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
-    }.get(fn)  # type: ignore[arg-type]
-    if evaluation is not None:
-        step_name, evaluation_loop = evaluation
-        evaluation_loop.setup_data()
-        loader = combined_loader(evaluation_loop)
-        if loader is not None and not evaluation_loop.skip:
-            samples[step_name] = _first_batch(loader, device)
-    return samples
-
-
-def _first_batch(combined: Any, device: torch.device) -> Any:
-    limits, combined.limits = combined.limits, None
-    try:
-        with preserved_random_state(device):  # even making an iterator draws a seed
-            for loader in combined.flattened:
-                if iter(loader) is loader:
-                    raise ConfigurationError(
-                        f"a data loader of type {type(loader).__name__} is an iterator, which cannot be read twice: a "
-                        f"pipeline looks at one batch before it starts; wrap it in an IterableDataset and a DataLoader"
-                    )
-            batch, _, _ = next(iter(combined))
-    except StopIteration:
-        raise ConfigurationError(
-            "a data loader is empty: a pipeline needs one batch to learn the module from"
-        ) from None
-    finally:
-        combined.limits = limits
-    return batch

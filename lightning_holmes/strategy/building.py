@@ -69,6 +69,11 @@ class ModuleBuilder:
             self._kept = {n: p for n, p in module.named_parameters() if n in held}
             self._deferred.forget({n for n, _ in module.named_parameters()})
 
+    @property
+    def defers(self) -> bool:
+        """Whether the module was built without memory."""
+        return self._deferred is not None
+
     def building(self) -> AbstractContextManager[None]:
         """Inside: what is made of the module's tensors has no memory either."""
         return nullcontext() if self._deferred is None else self._deferred.building()

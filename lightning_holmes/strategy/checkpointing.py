@@ -27,7 +27,7 @@ from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_private import optimizers_to_device, restore_loaders
+from lightning_holmes.lightning_private import restore_loaders
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
@@ -125,6 +125,13 @@ class RunCheckpoints:
         if fit is None:
             return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        hide = self.resumption.show_optimizers(fit.load_optimizer)
+        try:
+            return self._optimizer_state(optimizer, fit)
+        finally:
+            hide()
+
+    def _optimizer_state(self, optimizer: Optimizer, fit: Fit) -> dict[str, Any]:
         names = fit.parameter_groups.names_of(optimizer)
         collected = self._collected_states(fit)
         if self._writes_folders:
@@ -164,6 +171,13 @@ class RunCheckpoints:
         """Whether this rank's pipeline is that of rank 0; the others of its replica only help to make tensors whole."""
         return self.job.groups.tensor_parallel_rank == self.job.place_of_rank_0[2]
 
+    @property
+    def _num_microbatches(self) -> int:
+        """Of a replica's training batch; 0 where nothing is known."""
+        if self.fit is None or self.fit.planned is None:
+            return self.resumption.num_microbatches or 0
+        return self.fit.plan.num_microbatches
+
     # saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -179,10 +193,10 @@ class RunCheckpoints:
                 member,
                 checkpoint,
                 base_seed=0 if run is None else run.base_seed,
-                num_microbatches=0 if self.fit is None else self.fit.plan.num_microbatches,
+                num_microbatches=self._num_microbatches,
                 failed=failed,
             )
-        plan = "" if self.run is None else self.run.plan.to_yaml()
+        plan = "" if self.run is None or self.run.planned is None else self.run.plan.to_yaml()
         background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
             resume.add_plan(checkpoint, plan)
@@ -250,17 +264,13 @@ class RunCheckpoints:
             self._stage_shards.put(put)
 
     def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
-        """Load the states of the optimizers of ``fit``, and those of stateful data loaders."""
+        """Load the states of the optimizers of ``fit``, now or when its layout is known, and those of stateful loaders."""
         optimizers = fit.trainer.strategy.optimizers
-        for optimizer, state in zip(
-            optimizers, saved["optimizer_states"], strict=False
-        ):  # none, or fewer, as Lightning
-            names = fit.parameter_groups.names_of(optimizer)
-            with self.job.explaining():
-                checkpoints.load_optimizer_state(optimizer, state, names, fit.pipeline.local_parameters, fit.shards)
-            optimizers_to_device([optimizer], self.job.connection.device)
-        # Lightning does it when it makes the loaders, but here, and wherever ``estimated_stepping_batches`` is asked for,
-        # they were made, and their first pass begun, before it knew the states
+        self.resumption.hold_optimizers(optimizers, saved["optimizer_states"])
+        if fit.planned is not None:
+            self.resumption.put_optimizers(fit.load_optimizer)
+        # Lightning does it when it makes the loaders, but wherever ``estimated_stepping_batches`` is asked for, or a module
+        # has no memory yet, they were made, and their first pass begun, before it knew the states
         restore_loaders(fit.trainer.fit_loop)
 
 

@@ -7,21 +7,20 @@
 An ended fit still knows its optimizer's names and shards, for Trainer.save_checkpoint.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelSummary
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.lightning_private import SUMMARY, optimizers_to_device, prints_summary
+from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -39,6 +38,7 @@ from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_
 from lightning_holmes.strategy.parameter_sharding import check_parameter_sharding
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
+from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.torch_private import default_store
 
@@ -48,7 +48,8 @@ class Fit(Run):
 
     Attributes:
         parameter_groups: the optimizer's, by the names of all stages' parameters.
-        gradients: from backward to the optimizer's step; gone when the fit has ended.
+        gradients: from backward to the optimizer's step; there from the first training batch to the end of the fit.
+        has_gradients: it is so.
         shards: the sharded optimizer, or None.
         accumulates: more batches come before the optimizer's step.
     """
@@ -59,61 +60,85 @@ class Fit(Run):
         self._last_step: int | None = None
         self._clock: StepClock | None = None
         self._trial: SplitTrial | None = None
+        self.gradients: Gradients
+        self.has_gradients = False
+        self.shards: ShardedOptimizer | None = None
         self._make_optimizers()
         if self.job.groups.pipeline is not None:
             self._show_whole_module_to_callbacks(self.job.groups.pipeline)
-            if self.options.chooses_schedule and not torch.are_deterministic_algorithms_enabled():
-                self._trial = SplitTrial(self.plan, self.driver, self.job.connection.device)
+        if self.planned is not None:
+            self._take_part()
         self._begin()
 
     def _make_optimizers(self) -> None:
-        """The user's optimizers over what this rank holds, and the gradients that they are given."""
-        job, trainer, options, undo = self.job, self.trainer, self.options, self.context.undo
-        connection, strategy = job.connection, trainer.strategy
+        """The user's optimizers, over the whole module or what this rank holds."""
+        trainer, connection, strategy = self.trainer, self.job.connection, self.trainer.strategy
         strategy.setup_optimizers(trainer)
         optimizers = strategy.optimizers
         admission.check_optimizers(optimizers)
         names = [checkpoint.parameter_group_names(self.module, o) for o in optimizers]
-        found = None
-        wanted = sharding.wants_shards(options.sharding_options, job.placement.data_parallel_size)
-        if optimizers and (wanted or sharding.may_couple(optimizers[0], self.plan)):
-            found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
-            sharding.refuse_coupling(found, self.plan)
-        if self.pipeline.structure is not None:
-            self._summarise_whole_module()
-        self.pipeline.install()
+        placement = self.job.placement
+        self._found: Separability | None = None
+        wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
+        if optimizers and (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
+            self._found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
+            sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self.parameter_groups = undo.enter_context(
+        self.parameter_groups = self.context.undo.enter_context(
             ParameterGroups(self.pipeline, optimizers, names, callbacks, connection.all_gather)
         )
         strategy.setup_precision_plugin()
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         if scaler is not None and dtensor.has_dtensor_parameters(self.module):
-            undo.enter_context(unscaling_parts(scaler))
+            self.context.undo.enter_context(unscaling_parts(scaler))
         optimizers_to_device(optimizers, connection.device)
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """After the hooks before a training batch: the first one teaches the step, and makes the plan."""
+        if self.planned is not None:
+            return
+        arguments = training_arguments(self.trainer, batch, batch_idx)
+        with self.job.explaining():
+            self._make_plan([StepSample(step_name="training_step", batch=batch, arguments=arguments)])
+            with self._learning():
+                self._take_part()
+
+    def _take_part(self) -> None:
+        """Keep this rank's part of module and optimizer, with the gradients that the optimizer is given."""
+        job, options, undo, strategy = self.job, self.options, self.context.undo, self.trainer.strategy
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        self._install()
+        self.parameter_groups.keep_local()
         if options.sharded_parameters:
-            self.gradients = self._make_layered_gradients(found, scaler)
+            self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
             self.gradients = make_gradients(
                 self.pipeline,
                 job.groups,
                 self.plan,
-                connection.device,
+                job.connection.device,
                 scaler=scaler,
-                shard=lambda reducer: self._shard_optimizer(found, reducer),
+                shard=lambda reducer: self._shard_optimizer(self._found, reducer),
                 options=options.gradient_options,
                 board=self._make_board(),
                 flat=options.sharding_options.master_weights,
             )
+        self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host))
+        self.context.resumption.put_optimizers(self.load_optimizer)
+        if self._clock is not None:
+            self.gradients.reducer.watch(self._clock.add_beside)
+        measures = not torch.are_deterministic_algorithms_enabled()
+        if job.groups.pipeline is not None and options.chooses_schedule and measures:
+            self._trial = SplitTrial(self.plan, self.driver, job.connection.device)
 
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
-            self.gradients.host.abandon()
+            self.abandon()
         self.gradients.close()
-        self.exchange = None
+        self.exchange, self.has_gradients = None, False
         del self.gradients  # and the buffers
 
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
@@ -147,7 +172,12 @@ class Fit(Run):
     @property
     def stage_shards(self) -> StageShards | None:
         """This rank's shares of the parameters, while they live in shards."""
-        return self.gradients.stage_shards if self.is_open else None
+        return self.gradients.stage_shards if self.has_gradients else None
+
+    def abandon(self) -> None:
+        """The run has failed: wait for nothing any more."""
+        if self.has_gradients:
+            self.gradients.host.abandon()
 
     def _shard_optimizer(self, found: Separability | None, reducer: GradientReducer) -> ShardedOptimizer | None:
         """Shard the optimizer over the replicas, if that is asked for or better."""
@@ -178,21 +208,19 @@ class Fit(Run):
         run = store.add(f"holmes_gradient_sync_runs/{self.job.connection.rank}", 1)  # the same number on all ranks
         return SyncBoard(store, run=run, groups=[str(s) for s in range(placement.pipeline_parallel_size)])
 
-    def _summarise_whole_module(self) -> None:
-        """Make summaries with an ``example_input_array`` now: they run the module, which lacks layers later."""
-        if self.module.example_input_array is None:
-            return
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ModelSummary) and prints_summary(callback):
-                summary = getattr(callback, SUMMARY)(self.trainer, self.module)
-                self.context.undo.replace(callback, **{SUMMARY: lambda *_, made=summary: made})
-
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup) -> None:
         """Let averages of weights and norms of gradients cover all stages."""
         undo = self.context.undo
         undo.enter_context(WeightAverages(self.trainer, self.pipeline, self.job.groups.p2p))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         undo.enter_context(GradNormExchange([self.module, *callbacks], self.pipeline, stages))
+
+    def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        """Put what this rank holds of a saved state into one of the optimizers; all ranks must call."""
+        names = self.parameter_groups.names_of(optimizer)
+        with self.job.explaining():
+            checkpoint.load_optimizer_state(optimizer, saved, names, self.pipeline.local_parameters, self.shards)
+        optimizers_to_device([optimizer], self.job.connection.device)
 
     # steps
 
@@ -255,7 +283,8 @@ class Fit(Run):
         return meter
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        self.gradients.host.settle()  # some of torch's modules run evaluation otherwise while anything watches parameters
+        if self.has_gradients:  # some of torch's modules run evaluation otherwise while anything watches parameters
+            self.gradients.host.settle()
         if self._clock is not None:
             self._clock.interrupt()
         return super().evaluation_step(step_name, batch, *arguments)
@@ -277,13 +306,14 @@ class Fit(Run):
     def start_monitoring(self) -> StepClock:
         """Note from now on when this rank computes, waits and communicates."""
         self._clock = StepClock(self.job.connection.device, self.job.groups.pipeline_rank)
-        self.gradients.reducer.watch(self._clock.add_beside)
+        if self.has_gradients:
+            self.gradients.reducer.watch(self._clock.add_beside)
         return self._clock
 
     def stop_monitoring(self) -> None:
         """Note nothing any more."""
         self._clock = None
-        if self.is_open:
+        if self.has_gradients:
             self.gradients.reducer.watch(None)
 
     def noting_wait(self) -> AbstractContextManager[None]:

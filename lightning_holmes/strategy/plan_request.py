@@ -16,6 +16,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy.job_layout import JobLayout
 from lightning_holmes.strategy.options import ProfileKind
+from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult
 
 
@@ -38,7 +39,7 @@ class PlanRequest:
     """What :func:`~lightning_holmes.strategy.runtime_plan.decide` works from.
 
     Attributes:
-        batch: of the training step on this rank's device; None where nothing is trained.
+        sample: of the training step; None where nothing is trained.
         stand_ins: gives values to a module that was built without memory, while it is profiled.
         context: of a training step (precision).
         former: the plan and choice of the run before of this strategy, whose layout is kept.
@@ -49,7 +50,7 @@ class PlanRequest:
     """
 
     module: pl.LightningModule
-    batch: Any
+    sample: StepSample | None
     traced: TraceResult
     options: PlanOptions
     training: TrainingOptions

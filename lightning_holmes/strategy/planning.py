@@ -1,12 +1,14 @@
 """The plan of a run that begins: what runs where, from the module, its batches and the clusters.
 
-    planned, structure = plan_run(trainer, context)        # every rank must call
+    traced = learn_steps(trainer, context, TraceResult(), samples)       # every rank must call
+    planned = plan_run(trainer, context, traced, samples[0])
 
 How a plan is chosen is runtime_plan.py's and plan/'s business, what becomes of it run.py's.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,10 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
-from lightning_holmes.lightning_private import before_batch_transfer
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import print_plan
-from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
@@ -30,6 +29,7 @@ from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.runtime_plan import decide
+from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
 
 
@@ -54,25 +54,28 @@ class RunContext:
     undo: Replacements
 
 
-def plan_run(trainer: "pl.Trainer", context: RunContext) -> tuple[RuntimePlan, ModuleStructure | None]:
-    """The plan of the run that begins, and the structure of its module. Every rank must call.
+def plan_run(
+    trainer: "pl.Trainer", context: RunContext, traced: TraceResult, training: StepSample | None
+) -> RuntimePlan:
+    """The plan of a run of a module of which so much is known. Every rank must call.
+
+    Args:
+        training: a batch of the training step; None where nothing is trained.
 
     Raises:
-        HolmesError: the module or the options are refused, on every rank alike.
+        HolmesError: the options are refused, on every rank alike.
     """
     job, options, module = context.job, context.options, trainer.lightning_module
     connection = job.connection
-    samples = _samples(trainer, job)
-    traced = _trace(trainer, context, samples)
     clusters = [cluster.name for cluster, _ in job.topology.places()]
     fitting = trainer.state.fn == TrainerFn.FITTING
     notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
     options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    planned = decide(
+    return decide(
         PlanRequest(
             module=module,
-            batch=samples.get("training_step"),
+            sample=training,
             traced=traced,
             options=options.plan_options,
             training=options.training_options,
@@ -91,7 +94,32 @@ def plan_run(trainer: "pl.Trainer", context: RunContext) -> tuple[RuntimePlan, M
             resumed_microbatches=context.resumption.take_num_microbatches() if fitting else None,
         )
     )
-    return planned, traced.structure
+
+
+def learn_steps(
+    trainer: "pl.Trainer", context: RunContext, known: TraceResult, samples: Sequence[StepSample]
+) -> TraceResult:
+    """``known``, and what these batches teach about the module. Every rank must call.
+
+    Raises:
+        HolmesError: the module or the options are refused, on every rank alike.
+    """
+    job = context.job
+    connection, place = job.connection, job.place_of_rank_0[:2]
+    traces = connection.rank == 0 or job.placement.coordinate(connection.rank)[:2] == place
+    with context.builder.stand_ins() if traces else nullcontext():
+        return trace_module(
+            trainer.lightning_module,
+            samples,
+            context.options.plan_options,
+            known=known,
+            pipeline_parallel_size=job.placement.pipeline_parallel_size,
+            traces=traces,
+            world_size=connection.world_size,
+            device=connection.device,
+            splitter=context.splitter,
+            context=functools.partial(step_context, trainer),
+        )
 
 
 def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
@@ -117,32 +145,3 @@ def show_plan(plan: Plan, pipeline: PipelineModule, job: Job) -> None:
             sum(sizes[n] for n in structure.parameters_of(plan.partition, stage)) for stage in range(plan.num_stages)
         ]
     print_plan(plan, parameter_counts=counts)
-
-
-def _samples(trainer: "pl.Trainer", job: Job) -> dict[str, Any]:
-    """One batch of each loader that will be read, by the name of its step; on the device."""
-    samples = {}
-    for step_name, batch in admission.sample_batches(trainer, job.connection.device).items():
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = before_batch_transfer(trainer.lightning_module, batch)
-        samples[step_name] = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-    return samples
-
-
-def _trace(trainer: "pl.Trainer", context: RunContext, samples: dict[str, Any]) -> TraceResult:
-    """What these batches teach about the module."""
-    job = context.job
-    connection, place = job.connection, job.place_of_rank_0[:2]
-    traces = connection.rank == 0 or job.placement.coordinate(connection.rank)[:2] == place
-    with context.builder.stand_ins() if traces else nullcontext():
-        return trace_module(
-            trainer.lightning_module,
-            samples,
-            context.options.plan_options,
-            pipeline_parallel_size=job.placement.pipeline_parallel_size,
-            traces=traces,
-            world_size=connection.world_size,
-            device=connection.device,
-            splitter=context.splitter,
-            context=functools.partial(step_context, trainer),
-        )

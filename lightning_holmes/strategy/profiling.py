@@ -17,14 +17,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
+from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.profile import profile_step, time_in_turn
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.strategy.admission import step_arguments
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
@@ -68,8 +69,8 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     wanted = size > 1 and (request.options.leaves_open or request.predicts)
     if not wanted:
         return None
-    if request.batch is None or request.traced.batch_size is None:
-        return "nothing is trained" if request.batch is None else "the samples of a batch cannot be told"
+    if request.sample is None or request.traced.batch_size is None:
+        return "nothing is trained" if request.sample is None else "the samples of a batch cannot be told"
     if request.layout.placement.tensor_parallel_size > 1:
         return "layers that are sharded over several ranks are not profiled"
     if not request.measures:
@@ -179,19 +180,21 @@ def _profiled(
     operator_s: float,
 ) -> list[ModelCost] | str:
     """The costs of microbatches of at most so many samples each on this rank; or why they cannot be had."""
-    module, whole = request.module, request.traced.batch_size or 1
+    module, sample, whole = request.module, request.sample, request.traced.batch_size or 1
+    assert sample is not None
     own = getattr(module, "split_batch", None)
+    kept = preserved_random_state(request.device), preserved_trainer(trainer_of(module))
     try:
-        with preserved_random_state(request.device), request.stand_ins() if mode == "fake" else nullcontext():
+        with kept[0], kept[1], request.stand_ins() if mode == "fake" else nullcontext():
             given: dict[int, tuple[Any, ...]] = {}
             for number in samples:
                 parts = max(1, -(-whole // number))
                 if callable(own) and parts > 1:
-                    part = next(iter(own(request.batch, parts)))
+                    part = next(iter(own(sample.batch, parts)))
                 else:
-                    part = request.splitter.split(request.batch, parts)[0]
+                    part = request.splitter.split(sample.batch, parts)[0]
                 part = tree.map_tensors(torch.Tensor.clone, part)
-                given[-(-whole // parts)] = (part, *([0] * (step_arguments(module, "training_step") - 1)))
+                given[-(-whole // parts)] = (part, *sample.arguments)
             if mode == "measure":
                 return time_in_turn(
                     module,

@@ -8,32 +8,41 @@ An ended run still tells its plan and its pipeline: the next run and a checkpoin
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.exchange import ParameterExchange
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import active_loop
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.request import StepRequest
-from lightning_holmes.pipeline.seeds import derive_seed
+from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.planning import RunContext, plan_run, show_plan, step_context
+from lightning_holmes.strategy.plan_request import RuntimePlan
+from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
+from lightning_holmes.strategy.samples import StepSample, sample_batches
+from lightning_holmes.strategy.tracing import TraceResult
 
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
@@ -41,8 +50,13 @@ _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 class Run:
     """What a fit and an evaluation have in common. All ranks make one, and call its methods together.
 
+    It begins with the whole module on every rank. Steps are learnt from the batches that Lightning brings, so that all hooks
+    that come before a step have been called: evaluation steps when they first run, on the whole module if that is before the
+    plan; the first training batch of a fit, the first batch of an evaluation, makes the plan, and each rank keeps its part.
+
     Attributes:
-        planned: the plan as it was chosen, and what it was chosen from.
+        known: what has been learnt of the module's steps.
+        planned: the plan as it was chosen, and what it was chosen from; None before.
         plan: the plan that is followed; a fit may change its schedule.
         pipeline: this rank's part of the module.
         base_seed: of all random numbers in steps; the same on all ranks.
@@ -54,31 +68,132 @@ class Run:
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
         self.is_open = False
+        self.known = TraceResult()
+        self.planned: RuntimePlan | None = None
+        self.plan: Plan
         self.context = context
         self._signals: BatchSignals | None = None
         self.base_seed = self._align_ranks()
         groups, device = self.job.groups, self.job.connection.device
-        self.planned, structure = plan_run(trainer, context)
-        self.plan = self.planned.plan
-        self.pipeline = PipelineModule(
-            self.module, structure, self.plan.partition, self.plan.stages_of(groups.pipeline_rank), device
-        )
+        self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
+        self._state = ModuleState(self.pipeline, groups.p2p, device)
+        self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
+        self.driver = self._whole_driver
+        self._whole_steps: set[str] = set()  # which the plan does not suit
         context.undo.callback(self._end)
-        overwritten = context.resumption.weights is not None
-        context.builder.fill(self.pipeline, rank=self.job.connection.rank, overwritten=overwritten)
-        context.resumption.put_weights(self.pipeline)
-        show_plan(self.plan, self.pipeline, self.job)
-        self.driver = StepDriver(
-            self.pipeline,
+        if context.builder.defers:  # before anybody looks at weights, those that this rank shall hold need values
+            self._make_plan(sample_batches(trainer, device, context.undo))
+        else:
+            context.resumption.put_weights(self.pipeline)
+
+    def _make_driver(self, pipeline: PipelineModule, schedule: str, num_chunks: int) -> StepDriver:
+        groups = self.job.groups
+        return StepDriver(
+            pipeline,
             groups.p2p,
-            schedule=self.plan.schedule,
-            num_chunks=self.plan.num_chunks,
-            device=device,
+            schedule=schedule,
+            num_chunks=num_chunks,
+            device=self.job.connection.device,
             broadcast_batch=self.options.broadcast_batch,
-            splitter=context.splitter,
+            splitter=self.context.splitter,
             tensor_p2p=groups.tensor_p2p,
         )
-        self._state = ModuleState(self.pipeline, groups.p2p, device)
+
+    # learning
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Around what is tried in mid-run: random numbers go on as if nothing had been, and tensors may be trained later."""
+        with preserved_random_state(self.job.connection.device), torch.inference_mode(False):
+            yield
+
+    def _learn(self, sample: StepSample) -> None:
+        """Learn an evaluation step before it first runs. All ranks must call."""
+        if self.known.knows(sample.step_name) or sample.step_name in self._whole_steps:
+            return
+        if self.planned is None:
+            with self._learning():
+                self.known = learn_steps(self.trainer, self.context, self.known, [sample])
+        else:
+            self._learn_beside_plan(sample)
+
+    def _learn_beside_plan(self, sample: StepSample) -> None:
+        """Learn a step that the plan was made without. Where the stages lack what it needs, it runs on the whole module."""
+        with self._learning(), self._whole_module():
+            found = learn_steps(self.trainer, self.context, self.known, [sample])
+        problem = self._problem_of(found.structure)
+        if problem is not None:
+            self._whole_steps.add(sample.step_name)
+            if self.job.placement.pipeline_parallel_size > 1:
+                rank_zero_warn(
+                    f"{type(self.module).__name__}.{sample.step_name} was not known when the plan was made, and does not suit it "
+                    f"({problem}): for each of its batches every rank is given the whole module. A sanity check "
+                    f"(num_sanity_val_steps=1) lets the plan be made for it, too"
+                )
+            return
+        self.known = found
+        if found.structure is not None and self.pipeline.structure is not None:
+            self.pipeline.structure = replace(found.structure, readers=self.pipeline.structure.readers)
+
+    def _problem_of(self, structure: ModuleStructure | None) -> str | None:
+        """Why the stages, as they are, cannot run a module with this structure; None if they can."""
+        mine, partition = self.pipeline.structure, self.plan.partition
+        if mine is None:
+            return None
+        if structure is None:
+            return "it runs through no list of layers"
+        try:
+            structure.check_partition(partition)
+            structure.check_chunks(len(self.pipeline.stages))
+        except UnsupportedModuleError as error:
+            return str(error)
+        for stage in range(partition.num_stages):
+            lacking = structure.parameters_of(partition, stage) - mine.parameters_of(partition, stage)
+            if lacking:
+                return f"it reads {min(lacking)} on stage {stage}, where nothing else does"
+        return None
+
+    def _make_plan(self, samples: Sequence[StepSample]) -> None:
+        """Learn the module from these batches, plan, and be this rank's stages. All ranks must call."""
+        with self._learning():
+            self.known = learn_steps(self.trainer, self.context, self.known, samples)
+            training = next((sample for sample in samples if sample.step_name == "training_step"), None)
+            planned = plan_run(self.trainer, self.context, self.known, training)
+        plan, rank = planned.plan, self.job.connection.rank
+        self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
+        self.planned, self.plan = planned, plan
+        self.context.builder.fill(self.pipeline, rank=rank, overwritten=self.context.resumption.weights is not None)
+        self.context.resumption.put_weights(self.pipeline)
+        show_plan(plan, self.pipeline, self.job)
+        self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
+
+    def _install(self) -> None:
+        """Let go of what other stages hold."""
+        with torch.inference_mode(False):
+            self.pipeline.install()
+            self._state.watch()
+
+    @contextmanager
+    def _whole_module(self) -> Iterator[None]:
+        """Inside, every rank of the pipeline has the whole module; all must enter."""
+        self.pipeline.uninstall()
+        with torch.inference_mode(False):
+            self._fill_whole_module(keep_local=True)
+        try:
+            yield
+        finally:
+            with torch.inference_mode(False):
+                self.pipeline.install()
+
+    def _fill_whole_module(self, *, keep_local: bool) -> None:
+        groups = self.job.groups
+        ranks = self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
+        owners = {stage: ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
+        checkpoint.fill_whole_module(
+            self.pipeline, owners, groups.pipeline, self.job.connection.rank, keep_local=keep_local
+        )
+
+    # set-up and end
 
     def _align_ranks(self) -> int:
         """Refuse what cannot be run; the same module and random state on every rank, and the same seed, which is given."""
@@ -123,7 +238,7 @@ class Run:
     @property
     def is_inside_part(self) -> bool:
         """Whether a part of a user's step runs at this moment on this rank: a stage's, or a microbatch's."""
-        return self.is_open and self.driver.is_inside_part
+        return self.is_open and (self.driver.is_inside_part or self._whole_driver.is_inside_part)
 
     @property
     def ends_together(self) -> bool:
@@ -138,24 +253,23 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
         self.pipeline.uninstall()
-        if self.context.builder.leave(self.pipeline):
-            pass  # larger than a process, perhaps: each keeps its part
+        if self.planned is None or self.context.builder.leave(self.pipeline):
+            pass  # nothing was let go of; or it is larger than a process, perhaps, and each keeps its part
         elif not hurries and not self.job.connection.failed:
-            groups = self.job.groups
-            ranks = self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
-            owners = {stage: ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
-            checkpoint.fill_whole_module(self.pipeline, owners, groups.pipeline, self.job.connection.rank)
+            self._fill_whole_module(keep_local=False)
         vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
+        vars(self).pop("_whole_driver", None)
 
     # steps
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run a batch through the pipeline, forward only; its output on every rank."""
         place = tuple(a for a in arguments if isinstance(a, int))
+        wanted = self.options.plan_options.eval_num_microbatches
+        count = 1 if wanted == "auto" else wanted
         with self.job.explaining():
-            output = self.step(
-                step_name, batch, arguments, self.plan.eval_num_microbatches, (_EVALUATION[step_name], *place)
-            )
+            self._learn(StepSample(step_name=step_name, batch=batch, arguments=arguments))
+            output = self.step(step_name, batch, arguments, count, (_EVALUATION[step_name], *place))
             if self._ends_loader(step_name, arguments):
                 self.synchronise_module_state()
             return output
@@ -191,7 +305,11 @@ class Run:
             exchange=self.exchange,
             observer=observer,
         )
-        result = self.driver.run(request)
+        if step_name in self._whole_steps:
+            with self._whole_module():
+                result = self._whole_driver.run(request)
+        else:
+            result = self.driver.run(request)
         if step_name in self._state_each_batch:
             self.synchronise_module_state()
         if result.calls:
@@ -225,6 +343,12 @@ class Evaluation(Run):
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         super().__init__(trainer, context)
-        self.pipeline.install()
+        if self.planned is not None:
+            self._install()
         trainer.strategy.setup_precision_plugin()
         self._begin()
+
+    def _learn(self, sample: StepSample) -> None:
+        if self.planned is None:
+            self._make_plan([sample])
+            self._install()

@@ -25,7 +25,6 @@ from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
-from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.admission import code_of, overridden_hooks, users_callbacks
 
@@ -114,20 +113,20 @@ def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[
     return max(everyone, key=lambda found: order.index(found.level))
 
 
-def may_couple(optimizer: Optimizer, plan: Plan) -> bool:
+def may_couple(optimizer: Optimizer, pipeline_parallel_size: int) -> bool:
     """Whether it is not known that stages can step for themselves: torch's own optimizers see one parameter at a time."""
-    return plan.pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
+    return pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def refuse_coupling(found: Separability, plan: Plan) -> None:
+def refuse_coupling(found: Separability, pipeline_parallel_size: int) -> None:
     """Stop where a stage's step would need parameters of other stages.
 
     Raises:
         UnsupportedModuleError: with what the test showed.
     """
-    if found.couples and plan.pipeline_parallel_size > 1:
+    if found.couples and pipeline_parallel_size > 1:
         raise UnsupportedModuleError(
-            f"{found.reason}: its step depends on all parameters at once, of which each of the {plan.pipeline_parallel_size} stages "
+            f"{found.reason}: its step depends on all parameters at once, of which each of the {pipeline_parallel_size} stages "
             f"has a part; use an optimizer that steps each parameter by itself, or pipeline_parallel_size=1"
         )
 

@@ -269,7 +269,7 @@ class HolmesStrategy(ParallelStrategy):
     @property
     def _latest_run(self) -> Run:
         if self._run is None:
-            raise HolmesError("the plan is made when the trainer sets the strategy up; ask for it in a hook or later")
+            raise HolmesError("there has been no run yet; ask for it in a hook or later")
         return self._run
 
     @property
@@ -280,18 +280,20 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan:
-        """What runs where; known once the trainer has set the strategy up."""
-        return self._latest_run.plan
+        """What runs where; known from the first training batch on, or the first batch of an evaluation."""
+        if self._run is None or self._run.planned is None:
+            raise HolmesError("the plan is made when the first batch comes; ask for it in a hook after that")
+        return self._run.plan
 
     @property
     def prediction(self) -> Prediction | None:
         """What a training step was predicted to cost when the plan was made; None where no costs were known."""
-        return None if self._run is None else self._run.planned.prediction
+        return None if self._run is None or self._run.planned is None else self._run.planned.prediction
 
     @property
     def gradient_sync_choices(self) -> list[SyncChoice]:
         """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
-        return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.is_open else []
+        return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
 
     # processes
 
@@ -368,7 +370,7 @@ class HolmesStrategy(ParallelStrategy):
             builder=self._builder,
             resumption=self._resumption,
             splitter=self._splitter,
-            former=None if self._run is None else self._run.planned,
+            former=None if self._run is None else self._run.planned or self._run.context.former,
             undo=self._undo,
         )
         with self._explaining():
@@ -397,8 +399,8 @@ class HolmesStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and self._run is not None and self._run.ends_together:
             return  # no rank has failed, and callbacks may save
-        if self._fit is not None and self._fit.is_open:
-            self._fit.gradients.host.abandon()
+        if self._fit is not None:
+            self._fit.abandon()
         self._resumption.weights = None
         if self._connection is not None:
             self._connection.report(exception, self._explaining)
@@ -421,6 +423,10 @@ class HolmesStrategy(ParallelStrategy):
             self._connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
 
     # steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """After the hooks of module and callbacks: the first batch makes the plan."""
+        self._training.begin_batch(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole batch, forward and backward, through the pipeline; gradients stay with the strategy."""

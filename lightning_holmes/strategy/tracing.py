@@ -1,13 +1,13 @@
-"""Learning a module at the start of a run, from one batch of each loader that the run will read.
+"""Learning a module from batches: the structure of its steps, found by tracing each on one batch.
 
 Rank 0 traces, together with the ranks that share its layers by tensor parallelism, which talk inside the step; all
 receive what rank 0 found, or the reason why the module is refused.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,22 +17,27 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
+from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.pipeline.whole_steps import describe_compute
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.strategy.admission import step_arguments
+from lightning_holmes.strategy.samples import StepSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """The structure of the module, None if it runs whole and none was found, with the ``reason``; samples in a training batch.
+    """What is known of a module.
 
     Attributes:
+        structure: None where nothing was traced, or no structure found.
+        batch_size: samples in a training batch.
+        reason: why the module runs whole: a step that cannot be followed, where nothing must be split; empty if all can.
         dependence: why its training steps are exact with one microbatch only, in a few words; empty if nothing was found,
             or where the user has given a number.
     """
@@ -42,12 +47,17 @@ class TraceResult:
     reason: str = ""
     dependence: str = ""
 
+    def knows(self, step_name: str) -> bool:
+        """Whether a step has been traced, or need not be."""
+        return bool(self.reason) or (self.structure is not None and step_name in self.structure.outputs)
+
 
 def trace_module(
     module: "pl.LightningModule",
-    samples: Mapping[str, Any],
+    samples: Sequence[StepSample],
     options: PlanOptions,
     *,
+    known: TraceResult,
     pipeline_parallel_size: int,
     traces: bool,
     world_size: int,
@@ -55,7 +65,7 @@ def trace_module(
     splitter: BatchSplitter,
     context: Callable[[str], Any],
 ) -> TraceResult:
-    """Trace each step of ``samples`` (step name -> batch on the device). Every rank must call.
+    """``known``, and what a trace of each of ``samples`` adds. Every rank must call.
 
     Args:
         traces: whether this rank runs the steps: rank 0, and its tensor group.
@@ -67,8 +77,8 @@ def trace_module(
     answer: list[Any] = [None]
     if traces:
         try:
-            with preserved_random_state(device):
-                answer = [_trace(module, samples, options, pipeline_parallel_size, splitter, context)]
+            with preserved_random_state(device), preserved_trainer(trainer_of(module)):
+                answer = [_trace(module, samples, options, known, pipeline_parallel_size, splitter, context)]
         except HolmesError as refusal:
             answer = [refusal]
     if world_size > 1:
@@ -82,8 +92,9 @@ def trace_module(
 
 def _trace(
     module: "pl.LightningModule",
-    samples: Mapping[str, Any],
+    samples: Sequence[StepSample],
     options: PlanOptions,
+    known: TraceResult,
     pipeline_parallel_size: int,
     splitter: BatchSplitter,
     context: Callable[[str], Any],
@@ -96,11 +107,8 @@ def _trace(
         )
     may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
     may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)
-    structure: ModuleStructure | None = None
-    batch_size: int | None = None
-    dependence = untraced = ""
-    layers = options.layers
-    for step_name, batch in samples.items():
+    for sample in samples:
+        step_name, batch = sample.step_name, sample.batch
         training = step_name == "training_step"
         wanted = options.num_microbatches if training else options.eval_num_microbatches
         size: int | None
@@ -114,41 +122,45 @@ def _trace(
                     raise
                 size = None
         if training:
-            batch_size = size
+            known = replace(known, batch_size=size)
             if size is not None:
                 _check_batch_size(size, wanted)
         small = tree.map_all_tensors(Tensor.clone, small)  # a step may change its batch in place
-        arguments = (small, *([0] * (step_arguments(module, step_name) - 1)))
         step_context = functools.partial(context, step_name)
+        before = known.structure
+        layers = options.layers if training or before is None else before.layers
         found = None
         try:
-            if not untraced:
-                found = trace_step(module, step_name, arguments, layers=layers, context=step_context)
+            if not known.reason:
+                found = trace_step(module, step_name, (small, *sample.arguments), layers=layers, context=step_context)
         except Exception as error:
             if not may_run_whole:
                 raise
-            untraced = f"{type(error).__name__}: {error}"
+            known = replace(known, structure=None, reason=f"{type(error).__name__}: {error}")
         splits = size != 1 and wanted not in ((1, "auto") if alone or not training else (1,))
         if splits and (found is None or not found.changed_parameters):
             company = None
-            with suppress(Exception) if untraced else nullcontext():  # such a step may not run before its time
-                company = find_batch_dependence(module, step_name, batch, arguments[1:], splitter, context=step_context)
+            with nullcontext() if found is not None else suppress(Exception):  # what cannot be followed may not run so, either
+                company = find_batch_dependence(
+                    module, step_name, batch, sample.arguments, splitter, context=step_context
+                )
             if company is not None:
-                dependence = _answer(company, step_name, wanted)
+                known = replace(known, dependence=_answer(company, step_name, wanted))
         if found is None:
             continue
         if splits and found.computed_metrics:
             metric = found.computed_metrics[0]
             if wanted != "auto":
                 raise UnsupportedModuleError(describe_compute(f"{type(module).__name__}.{step_name}", metric))
-            dependence = dependence or f"the step calls self.{metric}.compute(), which is to see the whole batch"
-        if splits and not dependence and found.kept_values:
+            reason = f"the step calls self.{metric}.compute(), which is to see the whole batch"
+            known = replace(known, dependence=known.dependence or reason)
+        if splits and not known.dependence and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
-        structure = found if structure is None else structure.merged(found)
-        layers = structure.layers
-    if untraced:
-        return TraceResult(batch_size=batch_size, reason=untraced, dependence=dependence)
-    return TraceResult(structure=structure, batch_size=batch_size, dependence=dependence)
+        # what is trained decides along which list; an evaluation step that took another is traced anew when it runs next
+        if before is not None and before.layers == found.layers:
+            found = before.merged(found)
+        known = replace(known, structure=found)
+    return known
 
 
 def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:

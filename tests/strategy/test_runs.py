@@ -70,7 +70,7 @@ def saved(trainer: pl.Trainer, path: Path) -> dict[str, Any]:
 def test_an_ended_fit_is_saved_also_after_an_evaluation(tmp_path: Path) -> None:
     strategy = HolmesStrategy()
     trainer, module = make_trainer(strategy), Stack()
-    with pytest.raises(HolmesError, match="the plan is made when"):
+    with pytest.raises(HolmesError, match="the plan is made when the first batch comes"):
         _ = strategy.plan
     trainer.fit(module, loader())
     once = saved(trainer, tmp_path / "fit.ckpt")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
 
 
@@ -59,8 +60,9 @@ def lesson_of(module: LightningModule, pipeline_parallel_size: int = 2, **asked:
     steps = ["training_step", *(["validation_step"] if "eval_num_microbatches" in asked else [])]
     return trace_module(
         module,
-        dict.fromkeys(steps, torch.randn(8, 4)),
+        [StepSample(step_name=step, batch=torch.randn(8, 4), arguments=(0,)) for step in steps],
         replace(LEFT_OPEN, **asked),
+        known=TraceResult(),
         pipeline_parallel_size=pipeline_parallel_size,
         traces=True,
         world_size=1,

@@ -28,7 +28,7 @@ _NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 
 
 class ParameterGroups(Replacements):
-    """The groups of ``optimizers``: this takes other stages' parameters out, and knows their names and places.
+    """The groups of ``optimizers``: knows the names and places of all parameters, and takes other stages' out.
 
     Inside, hooks of finetuning callbacks see whole groups.
 
@@ -52,8 +52,16 @@ class ParameterGroups(Replacements):
         self._names = list(names)
         self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
         self._gather = gather
-        for optimizer, groups in zip(self._optimizers, self._names, strict=True):
-            checkpoint.keep_local_parameters(optimizer.param_groups, groups, pipeline.local_parameters)
+
+    def keep_local(self) -> None:
+        """Take out of the groups what this rank does not hold, with its states. Once, when that is known."""
+        local = self._pipeline.local_parameters
+        for index, optimizer in enumerate(self._optimizers):
+            self._names[index] = checkpoint.parameter_group_names(self._pipeline.module, optimizer)
+            checkpoint.keep_local_parameters(optimizer.param_groups, self._names[index], local)
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in held]:
+                del optimizer.state[parameter]
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of all parameters, of all stages, in each group of ``optimizer``; also of groups that were added
