@@ -125,7 +125,7 @@ class RunCheckpoints:
         if fit is None:
             return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        hide = self.resumption.show_optimizers(fit.load_optimizer)
+        hide = self.resumption.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
         try:
             return self._optimizer_state(optimizer, fit)
         finally:
@@ -268,7 +268,7 @@ class RunCheckpoints:
         optimizers = fit.trainer.strategy.optimizers
         self.resumption.hold_optimizers(optimizers, saved["optimizer_states"])
         if fit.planned is not None:
-            self.resumption.put_optimizers(fit.load_optimizer)
+            self.resumption.put_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
         # Lightning does it when it makes the loaders, but wherever ``estimated_stepping_batches`` is asked for, or a module
         # has no memory yet, they were made, and their first pass begun, before it knew the states
         restore_loaders(fit.trainer.fit_loop)

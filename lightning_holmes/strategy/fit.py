@@ -56,6 +56,7 @@ class Fit(Run):
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         super().__init__(trainer, context)
+        context.resumption.optimizers = []  # of a run that came to no batch
         self.accumulates = False
         self._last_step: int | None = None
         self._clock: StepClock | None = None
@@ -127,7 +128,7 @@ class Fit(Run):
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host))
-        self.context.resumption.put_optimizers(self.load_optimizer)
+        self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
         measures = not torch.are_deterministic_algorithms_enabled()

@@ -6,6 +6,7 @@ resumption.put_weights(pipeline)               # now it is: each rank reads its 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,6 +16,25 @@ from lightning_holmes.pipeline.stage import PipelineModule
 
 Load = Callable[[Optimizer, Mapping[str, Any]], None]
 """Puts a saved state into an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A state that has been read, and how many groups its optimizer had then: hooks may add some."""
+
+    optimizer: Optimizer
+    state: Mapping[str, Any]
+    num_groups: int
+
+    def state_for(self, names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+        """The state for the groups of today, with these parameters: those that were added have none."""
+        groups = list(self.state["param_groups"])
+        numbered = any(isinstance(name, int) for group in groups for name in group["params"])
+        for group, own in list(zip(self.optimizer.param_groups, names, strict=True))[self.num_groups :]:
+            first = sum(len(group["params"]) for group in groups)
+            params = list(range(first, first + len(own))) if numbered else list(own)
+            groups.append({**_settings(group), "params": params})
+        return {**self.state, "param_groups": groups}
 
 
 class Resumption:
@@ -31,7 +51,7 @@ class Resumption:
         self.weights: tuple[Mapping[str, Any], bool] | None = None
         self.seed: int | None = None
         self.num_microbatches: int | None = None
-        self.optimizers: list[tuple[Optimizer, Mapping[str, Any]]] = []
+        self.optimizers: list[_Waiting] = []
 
     def put_weights(self, pipeline: PipelineModule) -> None:
         """Put the weights, where there are any, into what this rank holds. All ranks must call."""
@@ -48,31 +68,38 @@ class Resumption:
         """The number, once."""
         count, self.num_microbatches = self.num_microbatches, None
         return count
+
     def hold_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Keep states for later; learning rates and other settings are theirs at once."""
-        self.optimizers = list(zip(optimizers, states, strict=False))  # none, or fewer, as Lightning
-        for optimizer, state in self.optimizers:
+        for optimizer, state in zip(optimizers, states, strict=False):  # none, or fewer, as Lightning
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
                 group.update(_settings(saved))
+            self.optimizers.append(_Waiting(optimizer, state, len(optimizer.param_groups)))
 
-    def put_optimizers(self, load: Load) -> None:
-        """Put the states, where some wait, into what this rank holds; settings that have changed meanwhile stay."""
+    def put_optimizers(self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> None:
+        """Put the states, where some wait, into what this rank holds; settings that have changed meanwhile stay.
+
+        Args:
+            names_of: the names of all parameters in an optimizer's groups.
+        """
         waiting, self.optimizers = self.optimizers, []
-        for optimizer, state in waiting:
-            settings = [_settings(group) for group in optimizer.param_groups]
-            load(optimizer, state)
-            for group, own in zip(optimizer.param_groups, settings, strict=True):
+        for each in waiting:
+            settings = [_settings(group) for group in each.optimizer.param_groups]
+            load(each.optimizer, each.state_for(names_of(each.optimizer)))
+            for group, own in zip(each.optimizer.param_groups, settings, strict=True):
                 group.update(own)
 
-    def show_optimizers(self, load: Load) -> Callable[[], None]:
+    def show_optimizers(
+        self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]
+    ) -> Callable[[], None]:
         """Put waiting states in for a moment, say to save them; what this returns takes them out again."""
         waiting = list(self.optimizers)
-        self.put_optimizers(load)
+        self.put_optimizers(load, names_of)
 
         def hide() -> None:
             self.optimizers = waiting
-            for optimizer, _ in waiting:
-                optimizer.state.clear()
+            for each in waiting:
+                each.optimizer.state.clear()
 
         return hide
 

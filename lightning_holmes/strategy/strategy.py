@@ -401,7 +401,7 @@ class HolmesStrategy(ParallelStrategy):
             return  # no rank has failed, and callbacks may save
         if self._fit is not None:
             self._fit.abandon()
-        self._resumption.weights = None
+        self._resumption.weights, self._resumption.optimizers = None, []
         if self._connection is not None:
             self._connection.report(exception, self._explaining)
 
