@@ -140,7 +140,9 @@ def _trace(
         splits = size != 1 and wanted not in ((1, "auto") if alone or not training else (1,))
         if splits and (found is None or not found.changed_parameters):
             company = None
-            with nullcontext() if found is not None else suppress(Exception):  # what cannot be followed may not run so, either
+            with (
+                nullcontext() if found is not None else suppress(Exception)
+            ):  # what cannot be followed may not run so, either
                 company = find_batch_dependence(
                     module, step_name, batch, sample.arguments, splitter, context=step_context
                 )
