@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contract import TWO, Run, each, known, refused
+from contract import TWO, Run, each, refused
 from contract_models import Batches, Net, Rows, Stream, batches, stream, weights
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -80,7 +80,6 @@ def case_a_shuffled_loader_gives_the_numbers_of_its_seed(run: Run):
     return seen.train, weights(module)
 
 
-@known("the loader's own generator is drawn from once more")
 def case_a_loader_with_its_own_generator_keeps_it(run: Run):
     seen = Batches()
     loader = batches(3, shuffle=True, generator=torch.Generator().manual_seed(5))
@@ -220,7 +219,6 @@ def case_the_module_s_own_loaders_are_asked_for_once(run: Run):
     assert trainer.global_step == 4
 
 
-@known("loaders of an evaluation are asked for twice")
 @each(validate="validate", test="test", predict="predict")
 def case_the_module_s_own_loader_is_evaluated(run: Run, entry: str):
     module = WithLoaders()
@@ -243,7 +241,6 @@ def case_loaders_that_are_given_go_before_the_module_s(run: Run):
         [1, 3],
     ),
 )
-@known("validation loaders are asked for at other epochs", only=["with_rare_validation"])
 def case_loaders_are_asked_for_anew(run: Run, value: Any):
     options, train, validation = value
     module = WithLoaders()

@@ -275,7 +275,6 @@ def case_predict_gives_an_output_a_batch(run: Run):
 
 
 @each(validate="limit_val_batches", test="limit_test_batches", predict="limit_predict_batches")
-@known("nothing to evaluate: the plan has one stage", TWO)
 def case_evaluation_is_limited(run: Run, option: str):
     entry = {"limit_val_batches": "validate", "limit_test_batches": "test", "limit_predict_batches": "predict"}[option]
     hook = f"on_{'validation' if entry == 'validate' else entry}_batch_end"

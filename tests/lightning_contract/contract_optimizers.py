@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import TWO, Run, each, known
+from contract import Run, each
 from contract_models import Calls, Net, weights
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -343,7 +343,6 @@ def case_a_lambda_is_a_scheduler_too(run: Run):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-@known("the step is tried before there are optimizers", TWO)
 def case_the_step_may_read_the_rate(run: Run):
     class Reads(Asks):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
