@@ -9,7 +9,7 @@ An ended fit still knows its optimizer's names and shards, for Trainer.save_chec
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +41,8 @@ from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.torch_private import default_store
+
+_T = TypeVar("_T")
 
 
 class Fit(Run):
@@ -301,6 +303,21 @@ class Fit(Run):
         """Take over what hooks after the backward have made of ``p.grad``."""
         if not self.accumulates:
             self.gradients.host.absorb()
+
+    def _with_whole_module(self, act: Callable[[], _T]) -> _T:
+        shards = self.stage_shards
+        if shards is None:
+            return super()._with_whole_module(act)
+        found: list[_T] = []
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                found.append(super(Fit, self)._with_whole_module(act))
+
+        with torch.inference_mode(False):
+            shards.put(run)
+        return found[0]
 
     # monitoring
 

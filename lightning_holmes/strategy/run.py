@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +44,7 @@ from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run
 from lightning_holmes.strategy.samples import StepSample, sample_batches
 from lightning_holmes.strategy.tracing import TraceResult
 
+_T = TypeVar("_T")
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
@@ -119,8 +120,8 @@ class Run:
 
     def _learn_beside_plan(self, sample: StepSample) -> None:
         """Learn a step that the plan was made without. Where the stages lack what it needs, it runs on the whole module."""
-        with self._learning(), self._whole_module():
-            found = learn_steps(self.trainer, self.context, self.known, [sample])
+        with self._learning():
+            found = self._with_whole_module(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
         problem = self._problem_of(found.structure)
         if problem is not None:
             self._whole_steps.add(sample.step_name)
@@ -173,14 +174,13 @@ class Run:
             self.pipeline.install()
             self._state.watch()
 
-    @contextmanager
-    def _whole_module(self) -> Iterator[None]:
-        """Inside, every rank of the pipeline has the whole module; all must enter."""
+    def _with_whole_module(self, act: Callable[[], _T]) -> _T:
+        """What ``act()`` gives while every rank of the pipeline has the whole module; all must call."""
         self.pipeline.uninstall()
         with torch.inference_mode(False):
             self._fill_whole_module(keep_local=True)
         try:
-            yield
+            return act()
         finally:
             with torch.inference_mode(False):
                 self.pipeline.install()
@@ -306,8 +306,8 @@ class Run:
             observer=observer,
         )
         if step_name in self._whole_steps:
-            with self._whole_module():
-                result = self._whole_driver.run(request)
+            alone = replace(request, exchange=None)  # nothing need be brought
+            result = self._with_whole_module(lambda: self._whole_driver.run(alone))
         else:
             result = self.driver.run(request)
         if step_name in self._state_each_batch:
