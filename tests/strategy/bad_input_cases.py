@@ -190,7 +190,6 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: _fit(s, timeout=timedelta(minutes=20 + RANK)),
         ("timeout", "1200", "1260", "rank 1"),
     ),
-    "no batches": (lambda s: _fit(s, trainer={"limit_train_batches": 0}), ("give no batches", "Classifier")),
     "ports of one host": (lambda s: _fit(s, port_range=[40000, 40001]), ("port_range=40000-40001", "sysctl -w")),
     "other version": (_other_version, ("lightning_holmes", "0.0.1", "rank 1")),
     "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
