@@ -58,7 +58,8 @@ class StepCosts:
         routes: (from rank, to rank). A pair that is missing costs nothing.
         message_s: seconds of the sender's own time that starting a transfer takes.
         byte_s: by rank, seconds of its own time for each byte that it carries to or from others.
-        blocking_sends: a rank waits for what it sends to arrive, as in Megatron-LM's 1F1B; this package's runner does not.
+        blocking_sends: a rank waits for what it sends to arrive, and nothing is sent to a rank that computes, as in
+            Megatron-LM's 1F1B; this package's runner does neither.
         fetch_s: by stage, seconds until its parameters have come after a FETCH.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
         reduce_cards: by stage, the cards that it goes through.
@@ -151,6 +152,9 @@ class _Simulation:
         self.arrived: dict[tuple[int, int, int], tuple[float, float]] = {}
         self.waiting: dict[tuple[int, int, int], int] = {}
         self.queue: list[tuple[float, int, int, int, int, int]] = []
+        # of sends that block: since when a rank is ready to receive a tensor, and sends whose receiver is not
+        self.ready: dict[tuple[int, int, int], float] = {}
+        self.parked: dict[tuple[int, int, int], tuple[float, int, int, int, int]] = {}
         self.free: dict[str, float] = {}
         self.sequence = 0
         self.waited = [0.0] * ranks
@@ -166,7 +170,9 @@ class _Simulation:
     def run(self) -> Timeline:
         for rank in range(self.num_ranks):
             self._go_on(rank)
-        while self.queue:
+        while self.queue or self.parked:
+            if not self.queue:  # ranks that send to each other in a ring, and receive later
+                self._start(*self.parked.pop(min(self.parked, key=lambda key: self.parked[key])))
             time, _, code, stage, microbatch, rank = heapq.heappop(self.queue)
             self._transfer(time, code, stage, microbatch, rank)
         for rank in range(self.num_ranks):
@@ -205,6 +211,7 @@ class _Simulation:
                     arrival = self.arrived.pop(key, None)
                     if arrival is None:
                         self.waiting[key] = rank
+                        self._expect(rank, cursor, clock)
                         break
                     own_s = self._carrying_s(code == _FORWARD, stage, rank)
                     if arrival[0] > clock:
@@ -249,13 +256,42 @@ class _Simulation:
             else:
                 forward = code == _SEND_ACTIVATION
                 clock += costs.message_s + self._carrying_s(forward, stage + 1 if forward else stage - 1, rank)
-                self.sequence += 1
-                heapq.heappush(self.queue, (clock, self.sequence, code, stage, microbatch, rank))
                 if costs.blocking_sends:
                     cursor += 1
+                    self._expect(rank, cursor, clock)
+                    self._send_when_ready(clock, code, stage, microbatch, rank)
                     break
+                self._start(clock, code, stage, microbatch, rank)
             cursor += 1
         self.cursor[rank], self.clock[rank] = cursor, clock
+
+    def _start(self, time: float, code: int, stage: int, microbatch: int, rank: int) -> None:
+        """A transfer begins at ``time``."""
+        self.sequence += 1
+        heapq.heappush(self.queue, (time, self.sequence, code, stage, microbatch, rank))
+
+    def _send_when_ready(self, time: float, code: int, stage: int, microbatch: int, rank: int) -> None:
+        key = (_FORWARD, stage + 1, microbatch) if code == _SEND_ACTIVATION else (_BACKWARD, stage - 1, microbatch)
+        if key in self.ready:
+            self._start(max(time, self.ready.pop(key)), code, stage, microbatch, rank)
+        else:
+            self.parked[key] = (time, code, stage, microbatch, rank)
+
+    def _expect(self, rank: int, cursor: int, clock: float) -> None:
+        """Where sends block: a rank that sends or waits receives what its next computation needs, and nothing else."""
+        if not self.costs.blocking_sends:
+            return
+        for code, stage, microbatch in self.actions[rank][cursor:]:
+            if code <= _BACKWARD_WEIGHT:
+                key = (min(code, _BACKWARD), stage, microbatch)
+                if not self._waits(code, stage) or key in self.ready or key in self.arrived:
+                    return
+                if key in self.parked:
+                    time, *sent = self.parked.pop(key)
+                    self._start(max(time, clock), *sent)
+                else:
+                    self.ready[key] = clock
+                return
 
     def _waits(self, code: int, stage: int) -> bool:
         """Whether a computation needs something from another rank."""

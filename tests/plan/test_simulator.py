@@ -318,3 +318,28 @@ def test_a_rank_that_waits_for_its_sends_by_hand() -> None:
     assert (
         run("1f1b", blocking, 2, ranks=2).exposed_s["pipeline"] > run("1f1b", costs, 2, ranks=2).exposed_s["pipeline"]
     )
+
+
+def test_nothing_is_sent_to_a_rank_that_computes_where_sends_block_by_hand() -> None:
+    # rank 1 takes three times as long. Microbatch 1 is sent from 5 on, when rank 1 is done with 0, and 2 from 9 on: its forwards
+    # end at 13 instead of 11; then it has three backwards of 6 s, each with a second on the way, and rank 0 the last one of 2 s
+    routes = {(0, 1): Route(0.0, (("up", 1.0),)), (1, 0): Route(0.0, (("down", 1.0),))}
+    costs = StepCosts(forward_s=(1.0, 3.0), backward_s=(2.0, 6.0), activation_bytes=(1.0, 0.0), routes=routes)
+    blocking = dataclasses.replace(costs, blocking_sends=True)
+    assert run("gpipe", blocking, 3, ranks=2).step_s == 13 + 3 * (6 + 1) + 2
+    assert run("gpipe", costs, 3, ranks=2).step_s == 11 + 3 * 6 + 1 + 2
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v", "eager_1f1b"])
+def test_ranks_that_send_in_a_ring_do_not_wait_for_ever(name: str) -> None:
+    chunks = 1 if name == "eager_1f1b" else 2
+    routes = {(a, b): Route(0.0, ((f"{a}{b}", 1.0),)) for a in range(4) for b in range(4) if a != b}
+    costs = StepCosts(
+        forward_s=(1.0,) * 4 * chunks,
+        backward_s=(2.0,) * 4 * chunks,
+        activation_bytes=(1.0,) * 4 * chunks,
+        routes=routes,
+        blocking_sends=True,
+    )
+    schedule = make_schedule(name, pipeline_parallel_size=4, num_microbatches=8, num_chunks=chunks)
+    assert simulate(schedule, costs).step_s > 0
