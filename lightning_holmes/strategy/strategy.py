@@ -33,7 +33,7 @@ from lightning_holmes.checkpoint import CheckpointManager
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
-from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -315,8 +315,9 @@ class HolmesStrategy(ParallelStrategy):
         # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
         # Remains of an earlier run: a forked data worker that collects its groups waits for threads that it has not.
         gc.collect()
-        super().setup_environment()
         self.set_world_ranks()
+        self._compare_with_launcher()
+        super().setup_environment()
         if self._connection is None:
             assert self.cluster_environment is not None
             self._connection = Connection(
@@ -329,6 +330,16 @@ class HolmesStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             set_device_mesh(self.lightning_module, self._job.device_mesh)
         publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
+
+    def _compare_with_launcher(self) -> None:
+        """Refuse a trainer that counts processes otherwise than who has started them; Lightning compares for some launchers."""
+        assert self.cluster_environment is not None
+        started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != asked:
+            raise ConfigurationError(
+                f"{type(self.cluster_environment).__name__} says that {started} processes were started, but Trainer(num_nodes="
+                f"{self.num_nodes}, devices={self.num_processes}) counts {asked}: give the hosts and the processes of each"
+            )
 
     def _agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:
         self.setup_environment()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,6 +116,15 @@ def test_a_start_that_fails_leaves_the_environment_as_it_was() -> None:
         make_trainer(HolmesStrategy()).fit(Broken(), loader())
     make_trainer(HolmesStrategy()).fit(Stack(), loader())
     assert dict(os.environ) == before
+
+
+def test_a_trainer_that_counts_other_processes_than_were_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"KUBERNETES_PORT": "tcp://127.0.0.1:443", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in (variables | {"WORLD_SIZE": "2", "RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer(HolmesStrategy(), plugins=[KubeflowEnvironment()])
+    with pytest.raises(ConfigurationError, match=r"2 processes were started, but Trainer\(num_nodes=1, devices=1\)"):
+        trainer.fit(Stack(), loader())
 
 
 def copies(_: Any) -> list[int]:
