@@ -44,6 +44,9 @@ from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
 from lightning_holmes.plan.simulator import Route, StepCosts
 from lightning_holmes.plan.training import Training
 
+NUM_WHOLE = 2
+"""Stages of a rank that are whole at a time where parameters live in shards: the one that is computed, and the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class _StageGroup:
@@ -194,6 +197,8 @@ class CostModel:
             before_bytes = memory.place_bytes(model.before, in_flight[0])
             after_bytes = memory.place_bytes(model.after, in_flight[-1])
             transient = max(_row(self._plain(run).layers, memory.transient_bytes))
+            per_stage = -(-model.num_layers // (ranks * run.num_chunks))
+            transient += NUM_WHOLE * per_stage * max(_row(model.layers, memory.whole_bytes))
             limits = tuple(max(0.0, most - transient) for most in facts.memory)
         return Balance(
             seconds=tuple(seconds),
@@ -218,6 +223,9 @@ class CostModel:
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
         byte_s = tuple(training.byte_s * min(facts.speeds) / speed for speed in facts.speeds)
         static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
+        fetch: list[float] = []
+        fetch_own: list[float] = []
+        whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage, beside its shards while it is computed
         known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
@@ -250,15 +258,22 @@ class CostModel:
             shared_s = self._shared_seconds(layout, facts) if stage in (0, last) else 0.0
             reduce.append(seconds + shared_s)
             gather_of_stage.append(gathered)
+            if training.sharded_parameters:
+                held_bytes = math.fsum(place.parameter_bytes for place in places) / layout.tensor
+                fetch.append(self._gather(facts.groups[rank], held_bytes))
+                fetch_own.append(self._carried(facts.groups[rank], held_bytes, sharded)[1] * byte_s[rank])
+                whole[rank].append(math.fsum(memory.whole_bytes(place) for place in places))
             static[rank] += sum(memory.static_bytes(place) for place in places)
             update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
             transient[rank] = max([transient[rank], *(memory.transient_bytes(plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
-        for stage, seconds in enumerate(gather_of_stage):
+        for stage, seconds in enumerate(() if training.sharded_parameters else gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
             parts = max(1, len(partition.layers_of(stage)))
             hidden = forward[stage] if training.overlap_gather else 0.0
             gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
+        for rank, of_stages in enumerate(whole):
+            transient[rank] += NUM_WHOLE * max(of_stages, default=0.0)
         return StepCosts(
             forward_s=tuple(forward),
             backward_s=tuple(backward),
@@ -273,7 +288,9 @@ class CostModel:
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
             reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),
             reduce_own_s=tuple(reduce_own),
-            gather_own_s=tuple(gather_own) if training.overlap_gather else (),
+            gather_own_s=tuple(gather_own) if training.overlap_gather and not training.sharded_parameters else (),
+            fetch_s=tuple(fetch),
+            fetch_own_s=tuple(fetch_own),
             overlap_reduce=training.overlap_reduce,
             update_s=tuple(update),
             gather_s=tuple(gather),
@@ -296,7 +313,14 @@ class CostModel:
             if group.num_hosts > 1:
                 # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                moved = sum(self._carried(group, trained, self.is_dtensor(layout))) / 2
+                out, back = self._carried(group, trained, self.is_dtensor(layout))
+                if (
+                    self.training.sharded_parameters
+                ):  # frozen ones are gathered, too; and again, but for a rank's last stage
+                    held = math.fsum(place.parameter_bytes for place in places) / layout.tensor
+                    again = stage < partition.num_stages - layout.pipeline
+                    back = self._carried(group, held, sharded=True)[1] * (1 + again)
+                moved = (out + back) / 2
                 here = sent.setdefault(group.channel.transport, Counter())
                 for column in range(layout.tensor):
                     for host in set(devices[:, column].tolist()):
@@ -362,8 +386,13 @@ class CostModel:
         if not sharded:
             return whole, 0.0
         # half of an all-reduce each; parameters are gathered in their own type
-        gathered = self._all_reduce(trained_bytes, group.channel, group.local_size, group.num_hosts) / 2
-        return whole / 2 if scatters else whole, gathered
+        return whole / 2 if scatters else whole, self._gather(group, trained_bytes)
+
+    def _gather(self, group: _StageGroup, num_bytes: float) -> float:
+        """Seconds to gather so many bytes from their shares: half of an all-reduce."""
+        if group.local_size * group.num_hosts == 1:
+            return 0.0
+        return self._all_reduce(num_bytes, group.channel, group.local_size, group.num_hosts) / 2
 
     def _carried(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction

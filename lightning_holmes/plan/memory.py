@@ -5,7 +5,8 @@
     memory.place_bytes(layer, in_flight=4)  # and the activations of four microbatches
 
 Parameters, gradients and optimizer states of a rank's stages; held activations of the microbatches in flight; what one
-layer holds while it is recomputed. Tensor parallelism divides all of it, sharding the states. Not modelled:
+layer holds while it is recomputed. Tensor parallelism divides all of it, sharding the states, or the parameters and gradients,
+too, beside which two stages are whole then. Not modelled:
 fragmentation, the workspace of libraries, copies of gradients in another type that a step makes.
 """
 
@@ -25,7 +26,7 @@ class RankMemory:
 
     Attributes:
         tensor: the tensor-parallel size.
-        shards: parts into which the optimizer's states are sharded.
+        shards: parts into which the optimizer's states are sharded; with ``training.sharded_parameters`` all that is held.
         recomputation: layers run again in their backward.
     """
 
@@ -36,8 +37,18 @@ class RankMemory:
 
     def static_bytes(self, place: LayerCost) -> float:
         """What a layer, or what runs before or after the layers, holds all the time."""
-        trained = place.trained_bytes * (self.training.gradient_ratio + self.training.state_ratio / self.shards)
+        training = self.training
+        if training.sharded_parameters:
+            held = place.parameter_bytes + place.trained_bytes * (training.gradient_ratio + training.state_ratio)
+            return held / self.shards / self.tensor
+        trained = place.trained_bytes * (training.gradient_ratio + training.state_ratio / self.shards)
         return (place.parameter_bytes + trained) / self.tensor
+
+    def whole_bytes(self, place: LayerCost) -> float:
+        """What it takes beside its shards while it is computed: parameters and gradients; 0 where it is whole all the time."""
+        if not self.training.sharded_parameters:
+            return 0.0
+        return (place.parameter_bytes + place.trained_bytes * self.training.gradient_ratio) / self.tensor
 
     def held_bytes(self, place: LayerCost) -> float:
         """What it keeps of one microbatch from forward to backward; of the costs with recomputation where there is some."""

@@ -60,7 +60,8 @@ class StepCosts:
         byte_s: by rank, seconds of its own time for each byte that it carries to or from others.
         blocking_sends: a rank waits for what it sends to arrive, and nothing is sent to a rank that computes, as in
             Megatron-LM's 1F1B; this package's runner does neither.
-        fetch_s: by stage, seconds until its parameters have come after a FETCH.
+        fetch_s: by stage, seconds until its parameters have come after a FETCH, in one lane with its rank's other fetches and
+            reductions. fetch_own_s: by stage, the rank's own time for it.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
         reduce_cards: by stage, the cards that it goes through.
         reduce_own_s, gather_own_s: by stage, the rank's own time for what it carries beside computing when the stage's
@@ -82,6 +83,7 @@ class StepCosts:
     byte_s: tuple[float, ...] = ()
     blocking_sends: bool = False
     fetch_s: tuple[float, ...] = ()
+    fetch_own_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
     reduce_own_s: tuple[float, ...] = ()
     gather_own_s: tuple[float, ...] = ()
@@ -250,7 +252,7 @@ class _Simulation:
             elif code == _REDUCE:
                 clock = self._reduce(rank, stage, clock, cursor)
             elif code == _FETCH:
-                self._fetch(rank, stage, clock)
+                clock = self._fetch(rank, stage, clock)
             elif code == _RELEASE:
                 self.fetched.pop(stage, None)
             else:
@@ -340,19 +342,25 @@ class _Simulation:
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 
-    def _fetch(self, rank: int, stage: int, clock: float) -> None:
-        """Bring a stage's parameters, after those that are on their way."""
+    def _fetch(self, rank: int, stage: int, clock: float) -> float:
+        """Bring a stage's parameters, after what is on its way; gives the rank's clock after its own work for it."""
         seconds = self.costs.fetch_s[stage] if self.costs.fetch_s else 0.0
         if seconds == 0:
-            return
+            return clock
         start = max(clock, self.fetching[rank])
         self.fetching[rank] = self.fetched[stage] = start + seconds
         self.spans[rank].append(Span("gather", start, start + seconds, stage, -1))
+        return clock + (self.costs.fetch_own_s[stage] if self.costs.fetch_own_s else 0.0)
 
     def _reduce(self, rank: int, stage: int, clock: float, cursor: int) -> float:
         """A stage's gradients begin to be reduced; gives the rank's clock after its own work for it."""
         if not self.costs.reduce_s or self.costs.reduce_s[stage] == 0:
             return clock
+        if self.costs.fetch_s:
+            start = max(clock, self.fetching[rank])
+            self.fetching[rank] = start + self.costs.reduce_s[stage]
+            self.spans[rank].append(Span("reduce", start, self.fetching[rank], stage, -1))
+            return clock + (self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0)
         self.pending[rank].append(stage)
         own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s and self.costs.overlap_reduce else 0.0
         if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
@@ -363,7 +371,7 @@ class _Simulation:
     def _finish(self, rank: int) -> None:
         """Reductions, the optimizer's step, and the gathering of parameters."""
         costs, clock = self.costs, self.clock[rank]
-        free = 0.0
+        free = self.fetching[rank]
         if not costs.overlap_reduce:
             for stage in sorted(self.pending[rank], reverse=True):
                 self.spans[rank].append(Span("reduce", clock, clock + costs.reduce_s[stage], stage, -1))

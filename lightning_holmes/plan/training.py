@@ -39,6 +39,7 @@ class TrainingOptions:
     """HolmesStrategy's arguments of the same names, checked there."""
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
+    sharded_parameters: bool = False
     master_weights: bool = False
     grad_dtype: str | None = "fp32"
     compression: str | None = None
@@ -61,6 +62,8 @@ class Training:
         least_state_ratio: the same for an optimizer that keeps nothing: 0, or what fp32 master weights take.
         sharded_optimizer: states, and the update, are sharded over replicas; "auto": where a run would do so
             (sharding_choice.py).
+        sharded_parameters: parameters and gradients are, too, and a stage is gathered for its forwards and again for its backwards
+            (arXiv 2106.02679).
         overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
             optimizer's parameters beside the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
@@ -79,6 +82,7 @@ class Training:
     state_ratio: float = 2.0
     least_state_ratio: float = 0.0
     sharded_optimizer: bool | Literal["auto"] = False
+    sharded_parameters: bool = False
     overlap_reduce: bool = False
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
@@ -138,7 +142,8 @@ def make_training(
         activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
-        sharded_optimizer=True if master else options.sharded_optimizer,
+        sharded_optimizer=True if master or options.sharded_parameters else options.sharded_optimizer,
+        sharded_parameters=options.sharded_parameters,
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),

@@ -29,3 +29,12 @@ def test_in_flight_is_the_schedules_own(name: str) -> None:
         stages = stage_in_flight(name, ranks, microbatches, chunks)
         held = [sum(stages[rank::ranks]) for rank in range(ranks)]
         assert tuple(held) == max_in_flight(made)
+
+
+def test_parameters_in_shards_by_hand() -> None:
+    """A layer of 100 bytes, 40 of them trained, with fp32 gradients and AdamW, over four replicas."""
+    training = Training(batch_samples=1, sharded_optimizer=True, sharded_parameters=True)
+    memory = RankMemory(training=training, shards=4)
+    assert memory.static_bytes(LAYER) == (100 + 40 + 80) / 4
+    assert memory.whole_bytes(LAYER) == 140, "while it is computed"
+    assert RankMemory(training=Training(batch_samples=1), shards=4).whole_bytes(LAYER) == 0
