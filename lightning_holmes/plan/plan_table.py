@@ -42,7 +42,8 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     run, layout = entry.run, entry.run.layout
     chunks = f" x{run.num_chunks}" if run.num_chunks > 1 else ""
     again = "\nrecomputation" if run.recomputation else ""
-    again += "\nsharded optimizer" if entry.sharded_optimizer else ""
+    sharded = "parameters" if entry.sharded_parameters else "optimizer" if entry.sharded_optimizer else ""
+    again += f"\nsharded {sharded}" if sharded else ""
     across = "\ndata across" if layout.across == "data" else ""
     tokens = entry.tokens_per_s
     known = entry.model_flops > 0

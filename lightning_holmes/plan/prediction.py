@@ -24,6 +24,7 @@ class Prediction:
         nic_bytes: by transport, what the busiest card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
         sharded_optimizer: replicas share the optimizer's states.
+        sharded_parameters: and parameters and gradients.
         reason: why it was chosen, or what it lacks against the one that was.
     """
 
@@ -39,6 +40,7 @@ class Prediction:
     nic_bytes: dict[str, float]
     memory_limits: tuple[float, ...]
     sharded_optimizer: bool = False
+    sharded_parameters: bool = False
     reason: str = ""
 
     @property
@@ -85,6 +87,7 @@ class Prediction:
             "microbatch_samples": self.run.microbatch_samples,
             "recomputation": self.run.recomputation,
             "sharded_optimizer": self.sharded_optimizer,
+            "sharded_parameters": self.sharded_parameters,
             "partition": list(self.partition.layer_counts),
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
@@ -122,6 +125,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
         sharded_optimizer=cost_model.is_dtensor(run.layout),
+        sharded_parameters=cost_model.training.sharded_parameters,
     )
 
 
