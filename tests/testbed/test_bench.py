@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from launch import forked_executable
 
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.commands import bench
 from lightning_holmes.commands.bench_predict import run_bed
 from lightning_holmes.commands.benchmark.bench_report import Report, Result
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob, hosts_of_blind_stages
+from lightning_holmes.commands.benchmark.contenders import CASES, CONTENDERS, BenchmarkJob, hosts_of_blind_stages
 from lightning_holmes.commands.benchmark.prediction import PredictionBed, PredictionCase
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.errors import ConfigurationError
@@ -119,10 +121,10 @@ def test_impossible_options_are_refused(arguments: str, words: str) -> None:
 
 def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
     assert [name for name, contender in CONTENDERS.items() if contender.alone] == ["floor"]
-    assert [name for name, contender in CONTENDERS.items() if not contender.gloo_on_ethernet] == [
-        "holmes",
-        "holmes-fast",
-    ]
+    for name, contender in CONTENDERS.items():
+        is_ours = isinstance(contender.make_strategy(job_of(2, 2)), HolmesStrategy) and name != "blind"
+        assert contender.gloo_on_ethernet != is_ours, name
+    assert set(CONTENDERS) == {name for case in CASES.values() for name in case.contenders}
     for name in ("ddp", "ddp-fp16", "fsdp2", "holmes", "holmes-fast"):
         assert CONTENDERS[name].node_order(job_of(2, 2)) is None, f"{name}: nodes are numbered at random"
 
@@ -176,3 +178,29 @@ def small_bed() -> PredictionBed:
             PredictionCase(name="by cost", workload=workload, arguments={"num_microbatches": 4, "num_chunks": 1}),
         ),
     )
+
+
+@pytest.mark.usefixtures("testbed_works", "quick_start")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(900)
+def test_layered_steps_send_three_times_the_parameters_however_many_microbatches() -> None:
+    """Two workers: a layer's weights come twice a step, but for the last one, and its gradient goes once; by the kernel's counters.
+    At most 1.10 of 3 P (D-1)/D."""
+    sent = {}
+    with Testbed(job_of(2).topology, TestbedOptions(cpu_share=0.4)) as bed:
+        for count in (1, 4):
+            workload = Workload(
+                hidden_size=192,
+                num_layers=6,
+                sequence_length=16,
+                batch_size=8,
+                microbatches=count,
+                warmup_steps=1,
+                steps=2,
+            )
+            job = dataclasses.replace(job_of(2), workload=workload)
+            result = bench.run_contender(bed, CONTENDERS["layered"], job, timeout_s=200, verbose=False)
+            assert result.problem is None, result.problem
+            sent[count] = (result.fast_bytes + result.ethernet_bytes) / (4 * workload.num_parameters * 3 / 2)
+    assert all(0.85 < ratio < 1.10 for ratio in sent.values()), sent
+    assert sent[4] < 1.03 * sent[1], sent
