@@ -80,6 +80,7 @@ def run(options: dict[str, Any], folder: Path, environment: Any = None) -> list[
     workers = launch_raw(2, "test_sigterm:train_until_told", payload, timeout_s=90, folder=job, environment=environment)
     for worker in workers:
         assert worker.exit_code is not None, "still running: " + worker.output[-2000:]
+        assert worker.exit_code == 0, "SIGTERMException is a SystemExit without a code, as in DDP"
         assert "Traceback" not in worker.output or "SIGTERMException" in worker.output, worker.output[-2000:]
     return [json.loads(path.read_text()) for path in sorted(set(folder.glob("*.json")) - before)]
 
