@@ -124,7 +124,7 @@ class RecordedConfig(SaveConfigCallback):
         if stage != "fit":
             return  # a validation must not take the place of what the run was trained with
         super().setup(trainer, pl_module, stage)
-        self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+        self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._record.on_fit_start(trainer, pl_module)

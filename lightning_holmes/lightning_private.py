@@ -210,6 +210,12 @@ def has_experiment(logger: Any) -> bool:
     return logger._experiment is not None
 
 
+def without_anonymous(logger: Any) -> None:
+    """Let a WandbLogger that has not begun not pass on ``anonymous=None``: wandb warns of the option whatever it is."""
+    if logger._wandb_init.get("anonymous") is None:
+        logger._wandb_init.pop("anonymous", None)
+
+
 def log_offline(logger: Any) -> bool:
     """Let a WandbLogger that has not begun keep its run on disk; False where it was asked to upload checkpoints."""
     logger._wandb_init["mode"] = "offline"

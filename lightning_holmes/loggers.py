@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_holmes.lightning_private import has_experiment, log_offline
+from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import group_rows
 from lightning_holmes.plan.sync_choice import SyncChoice
@@ -44,6 +44,7 @@ class WandbLogger(LightningWandbLogger):
 
     def __init__(self, offline: bool | None = None, **options: Any) -> None:
         super().__init__(offline=bool(offline), **options)
+        without_anonymous(self)
         self._is_decided = offline is not None
 
     @property
@@ -58,6 +59,8 @@ class WandbLogger(LightningWandbLogger):
                 )
                 if not log_offline(self):
                     rank_zero_warn("W&B: log_model is left out, since the run is offline")
+        if not has_experiment(self) and self.save_dir is not None:
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)  # wandb warns of a folder that is not there yet
         return super().experiment
 
 

@@ -385,6 +385,9 @@ def test_averages_are_kept_where_they_are_looked_for(tmp_path: Path) -> None:
 def test_a_wandb_logger_that_has_not_begun_can_be_kept_offline(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, log_model=True)
     assert not private.has_experiment(logger)
+    assert "anonymous" in logger._wandb_init
+    private.without_anonymous(logger)
+    assert "anonymous" not in logger._wandb_init
     assert private.log_offline(logger) is False and private.log_offline(logger) is True
     try:
         assert logger.experiment.offline and private.has_experiment(logger)

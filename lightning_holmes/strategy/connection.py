@@ -211,8 +211,14 @@ class Connection:
         self.watch = None
         line = f"[rank {self.rank}] {one_line(said)}"
         if first is not None and first.rank != self.rank:
-            same = isinstance(said, RemoteError) or one_line(said) == first.words.splitlines()[0]
-            show_as(exception, first.line(self.rank) if same else f"{first.line(self.rank)}; here {one_line(said)}")
+            own, others = one_line(said), first.words.splitlines()[0]
+            if isinstance(said, RemoteError) or (own == others and not isinstance(said, HolmesError)):
+                line = first.line(self.rank)
+            elif own == others:  # of a file that is not there, say: once is enough
+                line = f"[rank {self.rank}] ends with the same {type(said).__name__} as rank {first.rank}"
+            else:
+                line = f"{first.line(self.rank)}; here {own}"
+            show_as(exception, line)
         elif first is None and isinstance(said, HolmesError) and is_lost(said):
             show_as(exception, line)  # nobody answers: the place in the code says less than this
         elif said is not exception:

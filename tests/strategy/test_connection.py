@@ -1,0 +1,47 @@
+"""What a rank that ends shows of its exception, by who has failed first."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from lightning_holmes.comm.failure import Failure
+from lightning_holmes.comm.uncaught import line_of
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, RemoteError
+from lightning_holmes.strategy.connection import Connection
+
+
+class Watch:
+    def __init__(self, first: Failure | None) -> None:
+        self.first = first
+
+    def report(self, exception: BaseException) -> Failure | None:
+        return self.first
+
+
+@pytest.mark.parametrize(
+    ("exception", "first", "line"),
+    [
+        (ValueError("here"), Failure(2, "ValueError: here"), None),
+        (ValueError("here"), None, None),
+        (ConfigurationError("no file"), Failure(2, "ConfigurationError: no file"), None),
+        (ValueError("a\nb"), Failure(0, "ValueError: a\nc"), "ends, because rank 0 failed: ValueError: a"),
+        (RemoteError("rank 0 ..."), Failure(0, "KeyError: 3"), "ends, because rank 0 failed: KeyError: 3"),
+        (KeyError("x"), Failure(0, "KeyError: 3"), "ends, because rank 0 failed: KeyError: 3; here KeyError: 'x'"),
+        (
+            ConfigurationError("no file"),
+            Failure(0, "ConfigurationError: no file"),
+            "ends with the same ConfigurationError as rank 0",
+        ),
+        (ConnectionLostError("cut"), None, "ConnectionLostError: cut"),
+    ],
+)
+def test_only_the_rank_that_fails_first_shows_a_traceback(
+    exception: Exception, first: Failure | None, line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)
+    connection: Any = Connection.__new__(Connection)
+    connection.rank, connection.watch = 2, Watch(first)
+    connection.report(exception, nullcontext)
+    assert connection.failed and connection.watch is None
+    assert line_of(exception) == (None if line is None else f"[rank 2] {line}")
