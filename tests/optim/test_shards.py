@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_holmes.optim.shards import Extent, cut_by_elements, cut_by_parameters
+from lightning_holmes.optim.shards import Extent, cut_by_elements, cut_by_parameters, cut_whole
 
 
 def extents(seed: int, num_ranks: int) -> list[Extent]:
@@ -47,3 +47,11 @@ def test_whole_parameters_are_dealt_in_runs_of_about_the_same_size() -> None:
     assert [p.rank for p in pieces] == sorted(p.rank for p in pieces)
     held = [sum(p.numel for p in pieces if p.rank == rank) for rank in range(4)]
     assert max(held) <= 250 + max(sizes) / 2
+
+
+def test_whole_parameters_in_parts_of_one_size_by_hand() -> None:
+    pieces, numel = cut_whole(("qkv", "proj", "up", "down", "norm"), (30, 10, 40, 40, 2), 2, bucket=3)
+    assert numel == 2 * 70, "each part has room for the larger one"
+    places = {p.name: (p.rank, p.offset) for p in pieces}
+    assert places == {"up": (0, 0), "qkv": (0, 40), "down": (1, 70), "proj": (1, 110), "norm": (1, 120)}
+    assert all(p.bucket == 3 and p.start == 0 for p in pieces)

@@ -1,0 +1,224 @@
+"""StageShards and LayeredReducer by hand, on one replica; several are tests/parity's and tests/strategy/test_sharded_parameters.py's."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.layered import LayeredReducer
+from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.plan.placement import Placement
+
+CPU = torch.device("cpu")
+
+
+class Done:
+    """Work that has been done where it was started."""
+
+    def wait(self) -> None:
+        pass
+
+    def seconds(self) -> float | None:
+        return 0.0
+
+
+class InlineQueue:
+    """Does everything at once; writes down what it was asked for."""
+
+    def __init__(self) -> None:
+        self.on_run = None
+        self.asked: list[str | None] = []
+
+    def start(self, function: Callable[[], None], name: str | None = None) -> Done:
+        self.asked.append(name)
+        function()
+        return Done()
+
+    def close(self) -> None:
+        pass
+
+
+class Net(nn.Module):
+    """Three layers of unlike sizes and types, a scale that all of them read, and a weight that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)])
+        self.layers[1].bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def shards_of(module: Net) -> tuple[StageShards, InlineQueue]:
+    parameters = dict(reversed(list(module.named_parameters())))
+    stages_of = {name: {int(name.split(".")[1])} if "layers" in name else {0, 1, 2} for name in parameters}
+    queue = InlineQueue()
+    shards = StageShards(
+        parameters,
+        stages=(0, 1, 2),
+        stages_of=stages_of,
+        shared={},
+        size=1,
+        rank=0,
+        queue=queue,  # type: ignore[arg-type]
+        gather=lambda tensor: None,
+    )
+    return shards, queue
+
+
+def is_blank(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().all()) and tensor.untyped_storage().nbytes() <= 4
+
+
+@pytest.mark.parametrize("by_elements", [True, False])
+def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
+    torch.manual_seed(0)
+    module = Net()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    shards, _ = shards_of(module)
+    pieces = shards.lay_out(by_elements=by_elements)
+    assert {piece.name for piece in pieces} == set(before)
+    assert all(is_blank(p) and p.shape == before[n].shape for n, p in module.named_parameters())
+    for piece in pieces:  # what the optimizer works on is what the module had
+        assert torch.equal(shards.values(piece), before[piece.name].flatten()[piece.start : piece.stop])
+    shards.fetch(0).wait()
+    ahead = shards.fetch(1)
+    held = {n for n, p in module.named_parameters() if not is_blank(p)}
+    assert held == {"layers.0.weight", "layers.0.bias", "scale"}, "what several stages read is there with the first one"
+    memory = module.layers[0].weight.untyped_storage().data_ptr()
+    shards.release(0)
+    ahead.wait()
+    shards.fetch(2).wait()
+    assert module.layers[2].weight.untyped_storage().data_ptr() == memory, "two buffers take turns"
+    assert torch.equal(module.layers[1].bias, before["layers.1.bias"])
+    shards.release(1)
+    assert not is_blank(module.scale)
+    shards.release(2)
+    assert all(is_blank(p) for p in module.parameters())
+    shards.values(pieces[0]).add_(1)
+    first = pieces[0].name
+    assert torch.equal(shards.collect(lambda name: 0)[first], before[first] + 1)
+    assert shards.collect(lambda name: 1) == {}
+    shards.put(lambda: module.load_state_dict(before))  # type: ignore[arg-type, return-value]
+    shards.close()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    x = torch.randn(4, 3, requires_grad=True)
+    expected = torch.autograd.grad((module.layers[0](x) * module.scale).tanh().sum(), x)[0]
+    shards, _ = shards_of(module)
+    shards.lay_out(by_elements=True)
+    shards.fetch(0).wait()
+    output = (module.layers[0](x) * module.scale).tanh().sum()
+    ahead = shards.fetch(1)
+    shards.release(0)
+    ahead.wait()
+    other = shards.fetch(2)  # into the buffer of stage 0
+    other.wait()
+    shards.release(2)
+    again = shards.fetch(0)
+    shards.release(1)
+    again.wait()
+    torch.testing.assert_close(torch.autograd.grad(output, x)[0], expected)
+
+
+def reducer_of(shards: StageShards, queue: InlineQueue) -> LayeredReducer:
+    alone = ProcessGroups(
+        pipeline_rank=0,
+        data_parallel_rank=0,
+        pipeline=None,
+        data_parallel=None,
+        p2p=None,
+        builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+    )
+    return LayeredReducer(
+        shards,
+        alone,
+        Placement(((0,),)),
+        CPU,
+        stages=(0, 1, 2),
+        shared=[],
+        dtype=torch.float32,
+        queue=queue,  # type: ignore[arg-type]
+        collective=None,
+    )
+
+
+def test_one_replica_adds_its_microbatches_and_its_batches() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    samples = torch.randn(2, 2, 6, 3)  # batches, microbatches
+    plain = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
+    for x in samples.flatten(0, 1):
+        hidden = x
+        for index in range(3):
+            hidden = torch.nn.functional.linear(hidden, plain[f"layers.{index}.weight"], plain[f"layers.{index}.bias"])
+        (hidden * plain["scale"]).square().mean().backward()
+    shards, queue = shards_of(module)
+    pieces = shards.lay_out(by_elements=True)
+    reducer = reducer_of(shards, queue)
+    for batch, of_batch in enumerate(samples):
+        reducer.begin(last=batch == 1)
+        _layered_batch(module, shards, reducer, of_batch)
+        reducer.end()
+        reducer.finish(last=batch == 1)
+    assert reducer.reached() == {n for n, p in plain.items() if p.requires_grad}
+    for piece in pieces:
+        if plain[piece.name].requires_grad:
+            expected = plain[piece.name].grad.flatten()[piece.start : piece.stop]  # type: ignore[union-attr]
+            torch.testing.assert_close(shards.gradient(piece), expected)
+    assert all(p.grad is None for p in module.parameters()), "nothing is left for zero_grad to find"
+
+
+def _layered_batch(module: Net, shards: StageShards, reducer: LayeredReducer, of_batch: Tensor) -> None:
+    """Stages forward, then backward in reverse, all microbatches through each."""
+    inputs = [[x.clone().requires_grad_() for x in of_batch]]
+    outputs: list[list[Tensor]] = []
+    shards.fetch(0).wait()
+    for stage in range(3):
+        if stage < 2:
+            ahead = shards.fetch(stage + 1)
+        made = [module.layers[stage](x) for x in inputs[stage]]
+        made = [(y * module.scale).square().mean() for y in made] if stage == 2 else made
+        outputs.append(made)
+        inputs.append([y.detach().requires_grad_() for y in made])
+        if stage < 2:
+            shards.release(stage)
+            ahead.wait()
+    for stage in (2, 1, 0):
+        if stage:
+            ahead = shards.fetch(stage - 1)
+        for count, output in enumerate(outputs[stage]):
+            reducer.backward(stage, first=count == 0, last=count == 1)
+            output.backward(None if stage == 2 else inputs[stage + 1][count].grad)
+        reducer.reduce(stage)
+        shards.release(stage)
+        if stage:
+            ahead.wait()
+
+
+def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_is_refused() -> None:
+    module = Net()
+    shards, queue = shards_of(module)
+    shards.lay_out(by_elements=True)
+    reducer = reducer_of(shards, queue)
+    reducer.begin(last=True)
+    for stage in (2, 1, 0):
+        shards.fetch(stage).wait()
+        reducer.backward(stage, first=True, last=True)
+        if stage == 1:
+            module.layers[1](torch.ones(1, 5)).sum().backward()
+        reducer.reduce(stage)
+        shards.release(stage)
+    reducer.end()
+    reducer.finish(last=True)
+    assert reducer.reached() == {"layers.1.weight"}
+    module.layers[1].bias.requires_grad_(True)
+    with pytest.raises(UnsupportedModuleError, match=r"layers\.1\.bias is trained from now on, but was frozen"):
+        reducer.begin(last=True)
