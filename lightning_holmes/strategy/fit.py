@@ -60,7 +60,7 @@ class Fit(Run):
         super().__init__(trainer, context)
         context.resumption.optimizers = []  # of a run that came to no batch
         self.accumulates = False
-        self._last_step: int | None = None
+        self._has_stepped = False  # in this batch
         self._clock: StepClock | None = None
         self._trial: SplitTrial | None = None
         self.gradients: Gradients
@@ -98,6 +98,7 @@ class Fit(Run):
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """After the hooks before a training batch: the first one teaches the step, and makes the plan."""
+        self._has_stepped = False
         if self.planned is not None:
             return
         arguments = training_arguments(self.trainer, batch, batch_idx)
@@ -239,13 +240,13 @@ class Fit(Run):
     def _training_step(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         trainer = self.trainer
         step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if step == self._last_step:
+        if self._has_stepped:
             raise UnsupportedModuleError(
                 f"{type(trainer.optimizers[0]).__name__} evaluates its closure more than once for a batch, or optimizer_step "
                 f"does: the stages of a pipeline, which know their own gradients only, would part ways; use an optimizer "
                 f"that steps once a batch"
             )
-        self._last_step = step
+        self._has_stepped = True
         if self._clock is not None:
             self._clock.begin_step(step)
         if self.shards is not None:
