@@ -1,0 +1,197 @@
+"""Several loaders in validation, test and prediction, and those who write predictions down."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contract import Run, each
+from contract_models import Net, batches, indices
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+class Several(Net):
+    """Steps that know of several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch) + 10 * dataloader_idx
+
+
+class Places(Callback):
+    """Notes which batch of which loader comes."""
+
+    def __init__(self) -> None:
+        self.places: list[Any] = []
+
+    def note(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.places.append((dataloader_idx, batch_idx, indices(batch)[0]))
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = note
+
+
+@each(validate="validate", test="test", predict="predict")
+def case_loaders_come_one_after_the_other(run: Run, entry: str):
+    places = Places()
+    getattr(run.trainer(callbacks=[places]), entry)(Several(), [batches(2), batches(1, 50)])
+    assert places.places == [(0, 0, 0), (0, 1, 2), (1, 0, 50)]
+
+
+@each(validate="val_loss", test="test_loss")
+def case_each_loader_has_results_of_its_own(run: Run, name: str):
+    entry = "validate" if name == "val_loss" else "test"
+    results = getattr(run.trainer(), entry)(Several(), [batches(2), batches(1, 50)], verbose=False)
+    assert [list(result) for result in results] == [[f"{name}/dataloader_idx_0"], [f"{name}/dataloader_idx_1"]]
+    return results
+
+
+def case_names_may_be_without_the_loader_s(run: Run):
+    class Bare(Several):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"loss_{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
+
+    results = run.trainer().validate(Bare(), [batches(1), batches(1)], verbose=False)
+    assert [list(result) for result in results] == [["loss_0"], ["loss_1"]]
+
+
+def case_the_same_name_without_the_loader_s_is_refused(run: Run):
+    class Bare(Several):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("same", self.loss(batch), add_dataloader_idx=False)
+
+    with pytest.raises(MisconfigurationException, match="same"):
+        run.trainer().validate(Bare(), [batches(1), batches(1)], verbose=False)
+
+
+def case_a_fit_validates_all_loaders(run: Run):
+    places = Places()
+    trainer = run.fit(Several(), batches(2), [batches(2), batches(1, 50)], callbacks=[places])
+    assert places.places == [(0, 0, 0), (0, 1, 2), (1, 0, 50)]
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+    assert trainer.num_val_batches == [2, 1]
+
+
+def case_limits_hold_for_each_loader(run: Run):
+    trainer = run.trainer(limit_test_batches=0.5)
+    places = Places()
+    trainer.callbacks.append(places)
+    trainer.test(Several(), [batches(4), batches(2, 50)], verbose=False)
+    assert places.places == [(0, 0, 0), (0, 1, 2), (1, 0, 50)]
+    assert trainer.num_test_batches == [2, 1]
+
+
+def case_a_step_without_the_loader_s_index_is_refused(run: Run):
+    with pytest.raises(RuntimeError, match="dataloader_idx"):
+        run.trainer().validate(Net(), [batches(1), batches(1)], verbose=False)
+
+
+def case_loaders_may_have_names(run: Run):
+    results = run.trainer().validate(Several(), {"a": batches(1), "b": batches(1)}, verbose=False)
+    assert len(results) == 2
+
+
+def case_loaders_may_come_side_by_side(run: Run):
+    class Pairs(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(torch.cat(batch)))
+
+    results = run.trainer().validate(Pairs(), CombinedLoader([batches(2), batches(1, 50)], "min_size"), verbose=False)
+    assert list(results[0]) == ["val_loss"]
+    return results
+
+
+def case_predictions_of_loaders_are_kept_apart(run: Run):
+    found = run.trainer().predict(Several(), [batches(2), batches(1)])
+    assert [len(part) for part in found] == [2, 1]
+    assert float(found[1][0].min()) > 5 > float(found[0][0].max())
+    return found
+
+
+def case_predictions_need_not_be_kept(run: Run):
+    assert run.trainer().predict(Net(), batches(2), return_predictions=False) is None
+
+
+def case_a_prediction_may_be_anything(run: Run):
+    class Anything(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"out": self(batch), "names": ["a", "b"], "index": batch_idx}
+
+    found = run.trainer().predict(Anything(), batches(2))
+    assert [sorted(part) for part in found] == [["index", "names", "out"]] * 2
+    assert [part["index"] for part in found] == [0, 1]
+    return found
+
+
+def case_without_a_predict_step_the_forward_predicts(run: Run):
+    class Forward(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = Net().layers
+
+        def forward(self, batch: Any) -> Any:
+            return Net.forward(self, batch)  # type: ignore[arg-type]
+
+    module = Forward()
+    found = run.trainer().predict(module, batches(1))
+    torch.testing.assert_close(found[0], module(next(iter(batches(1)))).detach())
+
+
+class Writes(BasePredictionWriter):
+    """Writes down what it is given, and when."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__(interval)
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, loader: int
+    ) -> None:
+        self.batches.append((batch_idx, loader, list(batch_indices), prediction))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epochs.append((predictions, batch_indices))
+
+
+@each(batch=("batch", 3, 0), epoch=("epoch", 0, 1), both=("batch_and_epoch", 3, 1))
+def case_a_writer_is_given_predictions(run: Run, value: Any):
+    interval, times, epochs = value
+    writer = Writes(interval)
+    run.trainer(callbacks=[writer]).predict(Net(), batches(3), return_predictions=False)
+    assert (len(writer.batches), len(writer.epochs)) == (times, epochs)
+    return writer.batches, writer.epochs
+
+
+def case_a_writer_is_told_which_samples(run: Run):
+    writer = Writes("batch_and_epoch")
+    run.trainer(callbacks=[writer]).predict(Net(), batches(2))
+    assert [rows for _, _, rows, _ in writer.batches] == [[0, 1], [2, 3]]
+    ((predictions, rows),) = writer.epochs
+    assert len(predictions) == 2
+    assert [list(batch) for batch in rows[0]] == [[0, 1], [2, 3]]
+
+
+def case_an_unknown_interval_is_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="write_interval"):
+        Writes("week")
+
+
+def case_a_writer_may_write_files(run: Run):
+    class Files(BasePredictionWriter):
+        def write_on_batch_end(
+            self, trainer: Any, module: Any, prediction: Any, rows: Any, batch: Any, batch_idx: int, loader: int
+        ) -> None:
+            torch.save(prediction, Path(f"{trainer.global_rank}-{batch_idx}.pt"))
+
+    module = Net()
+    run.trainer(callbacks=[Files("batch")]).predict(module, batches(2), return_predictions=False)
+    assert {"0-0.pt", "0-1.pt"} <= set(run.files("*.pt"))
+    torch.testing.assert_close(torch.load(run.folder / "0-0.pt"), module(next(iter(batches(2)))).detach())

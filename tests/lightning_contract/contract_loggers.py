@@ -1,0 +1,210 @@
+"""Loggers: what a Trainer gives them, where they write, and what it says of them."""
+
+import csv
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contract import TWO, Run, each, refused
+from contract_models import Lines, Net, batches
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+
+class WithSettings(Net):
+    def __init__(self, size: int = 3, word: str = "one") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def case_a_table_is_written(run: Run):
+    logger = CSVLogger(run.folder, name="table")
+    run.fit(WithSettings(), batches(3), batches(1), logger=logger)
+    run.meet()
+    with Path(run.folder, "table/version_0/metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    assert [row["step"] for row in rows if "loss" in row] == [0, 1, 2]
+    assert sum("val_loss" in row for row in rows) == 1
+    assert "size: 3" in Path(run.folder, "table/version_0/hparams.yaml").read_text()
+    return rows
+
+
+def case_versions_count_up(run: Run):
+    for _ in range(2):
+        run.fit(Net(), batches(1), logger=CSVLogger(run.folder, name="table"))
+        run.meet()
+    assert run.files("table/*") == ["table/version_0", "table/version_1"]
+
+
+def case_a_version_may_be_a_word(run: Run):
+    trainer = run.fit(Net(), batches(1), logger=CSVLogger(run.folder, name="table", version="mine"))
+    assert run.files("table/*") == ["table/mine"]
+    assert trainer.log_dir == str(run.folder / "table/mine")
+
+
+def case_events_are_written(run: Run):
+    logger = TensorBoardLogger(run.folder, name="events")
+    run.fit(WithSettings(), batches(2), logger=logger)
+    assert len(run.files("events/version_0/events.out.tfevents.*")) == 1
+    assert run.files("events/version_0/hparams.yaml")
+
+
+@each(by_default=True, switched_off=False)
+def case_there_is_a_logger(run: Run, logger: bool):
+    trainer = run.fit(Net(), batches(1), logger=logger)
+    assert (trainer.logger is None) != logger
+    assert len(trainer.loggers) == logger
+    assert trainer.log_dir == str(run.folder / "lightning_logs/version_0" if logger else run.folder)
+
+
+def case_several_loggers_are_given_the_same(run: Run):
+    first, second = Lines(), Lines()
+    trainer = run.fit(Net(), batches(2), logger=[first, second])
+    assert first.lines == second.lines and len(first.lines) == 2
+    assert trainer.logger is first and trainer.loggers == [first, second]
+
+
+def case_hooks_reach_the_logger(run: Run):
+    class Uses(Net):
+        def on_train_epoch_end(self) -> None:
+            self.logger.log_metrics({"mine": 5.0}, step=7)
+            assert self.loggers == self.trainer.loggers
+
+    lines = Lines()
+    run.fit(Uses(), batches(1), logger=lines)
+    assert (7, {"mine": 5.0}) in lines.lines
+
+
+def case_hyper_parameters_are_logged(run: Run):
+    lines = Lines()
+    run.fit(WithSettings(size=4), batches(1), logger=lines)
+    assert lines.hparams == {"size": 4, "word": "one"}
+
+
+def case_hyper_parameters_may_be_kept_from_loggers(run: Run):
+    class Silent(Net):
+        def __init__(self, size: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+
+    lines = Lines()
+    module = Silent()
+    run.fit(module, batches(1), logger=lines)
+    assert not lines.hparams and module.hparams == {"size": 3}
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, rows: int = 2, size: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return batches(self.hparams.rows)
+
+
+def case_those_of_the_data_module_are_logged_beside(run: Run):
+    lines = Lines()
+    run.trainer(logger=lines).fit(WithSettings(), datamodule=Data())
+    assert lines.hparams == {"size": 3, "word": "one", "rows": 2}
+
+
+def case_contradicting_hyper_parameters_are_refused(run: Run):
+    with pytest.raises(RuntimeError, match="size"):
+        run.trainer(logger=Lines()).fit(WithSettings(size=5), datamodule=Data())
+
+
+def case_hyper_parameters_may_be_a_namespace(run: Run):
+    class Named(Net):
+        def __init__(self, args: Namespace) -> None:
+            super().__init__()
+            self.save_hyperparameters(args)
+
+    lines = Lines()
+    run.fit(Named(Namespace(size=9)), batches(1), logger=lines)
+    assert lines.hparams == {"size": 9}
+
+
+@each(success=False, failed=True)
+def case_loggers_hear_how_it_ended(run: Run, fails: bool):
+    class Ends(Net):
+        def on_train_epoch_end(self) -> None:
+            if fails:
+                raise RuntimeError("planned")
+
+    lines = Lines()
+    trainer = run.trainer(logger=lines)
+    if fails:
+        with pytest.raises(RuntimeError, match="planned"):
+            trainer.fit(Ends(), batches(1))
+    else:
+        trainer.fit(Ends(), batches(1))
+    assert lines.ended[-1] == ("failed" if fails else "success")
+
+
+def case_checkpoints_are_told_to_loggers(run: Run):
+    class Told(Lines):
+        told = 0
+
+        def after_save_checkpoint(self, checkpoint: Any) -> None:
+            self.told += 1
+
+    lines = Told()
+    checkpoint = pl.callbacks.ModelCheckpoint(run.folder / "kept")
+    run.fit(Net(), batches(1), logger=lines, callbacks=[checkpoint], max_epochs=2)
+    assert lines.told == (2 if run.is_first else 0)
+
+
+def case_a_graph_is_logged_where_it_is_asked_for(run: Run):
+    class Graphs(Lines):
+        graphs = 0
+
+        def log_graph(self, model: Any, input_array: Any = None) -> None:
+            self.graphs += 1
+
+    lines = Graphs()
+    module = Net()
+    module.example_input_array = torch.zeros(2, 4)
+    run.fit(module, batches(1), logger=lines)
+    assert lines.graphs == 1
+
+
+def case_an_evaluation_is_logged_too(run: Run):
+    lines = Lines()
+    run.trainer(logger=lines).test(Net(), batches(2), verbose=False)
+    assert len(lines.column("test_loss")) == 1
+    return lines.lines
+
+
+def case_a_prediction_logs_nothing(run: Run):
+    lines = Lines()
+    run.trainer(logger=lines).predict(Net(), batches(2))
+    assert not lines.lines
+
+
+def case_few_batches_for_the_interval_are_warned_about(run: Run):
+    with run.warning("smaller than the logging interval"):
+        run.fit(Net(), batches(2), logger=Lines(), log_every_n_steps=50)
+
+
+@refused("log_dir", TWO, only=["in_the_step"])
+@each(in_a_hook="on_train_start", in_the_step="training_step")
+def case_the_folder_of_a_logger_is_known(run: Run, where: str):
+    class Reads(Net):
+        found: Any = None
+
+        def on_train_start(self) -> None:
+            self.read("on_train_start")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.read("training_step")
+            return super().training_step(batch, batch_idx)
+
+        def read(self, here: str) -> None:
+            if here == where:
+                self.found = self.trainer.log_dir
+
+    module = Reads()
+    run.fit(module, batches(1), logger=CSVLogger(run.folder, name="table"))
+    assert module.found == str(run.folder / "table/version_0")

@@ -1,0 +1,90 @@
+"""Signals: what ends a fit in good order, and whose handlers are there before, during and after it."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from contract import Run
+from contract_models import Calls, Net, batches, weights
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+
+class Sends(Callback):
+    """Sends a signal to its own process after the second batch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            os.kill(os.getpid(), self.number)
+
+
+def case_sigterm_ends_a_fit_between_batches(run: Run):
+    calls = Calls("on_train_batch_end", "on_exception", "teardown")
+    trainer = run.trainer(callbacks=[calls, Sends(signal.SIGTERM)])
+    with pytest.raises((SIGTERMException, SystemExit)):
+        trainer.fit(Net(), batches(4))
+    assert calls.count("on_train_batch_end") in (2, 3)
+    assert calls.count("on_exception") == 1
+    assert trainer.received_sigterm
+
+
+def case_sigterm_leaves_a_checkpoint_where_it_is_asked_for(run: Run):
+    checkpoint = ModelCheckpoint(run.folder / "kept", save_on_exception=True, filename="told")
+    with pytest.raises((SIGTERMException, SystemExit)):
+        run.fit(Net(), batches(4), callbacks=[checkpoint, Sends(signal.SIGTERM)])
+    assert run.files("kept/*.ckpt") == ["kept/told.ckpt"]
+
+
+def case_handlers_are_given_back(run: Run):
+    def mine(number: int, frame: Any) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        run.fit(Net(), batches(1))
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def case_a_handler_of_the_user_s_is_called_too(run: Run):
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with pytest.raises((SIGTERMException, SystemExit)):
+            run.fit(Net(), batches(4), callbacks=[Sends(signal.SIGTERM)])
+        assert told == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def case_other_signals_are_left_alone(run: Run):
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+    try:
+        module = Net()
+        trainer = run.fit(module, batches(4), callbacks=[Sends(signal.SIGUSR2)])
+        assert told == [signal.SIGUSR2] and trainer.global_step == 4
+        assert not trainer.received_sigterm
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    return weights(module)
+
+
+def case_an_interrupt_ends_the_program(run: Run):
+    calls = Calls("on_exception")
+
+    class Interrupts(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                raise KeyboardInterrupt
+
+    trainer = run.trainer(callbacks=[calls, Interrupts()])
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        trainer.fit(Net(), batches(4))
+    assert trainer.interrupted and calls.names == ["on_exception"]

@@ -1,0 +1,176 @@
+"""Batches on their way to a step: the hooks around their transfer, in which order, for which stages, with which results."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from contract import Run, each, known
+from contract_models import Net, Rows, batches, indices, weights
+from torch.utils.data import DataLoader
+
+HOOKS = ["before", "transfer", "after"]
+
+
+class Transfers(Net):
+    """Notes its three hooks, the loader they are told, and what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(("before", dataloader_idx))
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.calls.append(("transfer", dataloader_idx))
+        assert isinstance(device, torch.device)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(("after", dataloader_idx))
+        return batch
+
+
+@known("the first batch is looked at before the run, and transferred once more")
+def case_hooks_of_a_fit_come_once_a_batch(run: Run):
+    module = Transfers()
+    run.fit(module, batches(2), limit_val_batches=0)
+    assert module.calls == [(hook, 0) for hook in HOOKS] * 2
+
+
+@known("the first batch is looked at before the run, and transferred once more")
+@each(validate="validate", test="test", predict="predict")
+def case_hooks_of_an_evaluation_come_once_a_batch(run: Run, entry: str):
+    module = Transfers()
+    getattr(run.trainer(), entry)(module, batches(2))
+    assert module.calls == [(hook, 0) for hook in HOOKS] * 2
+
+
+@known("the first batch is looked at before the run, and transferred once more")
+def case_hooks_are_told_the_loader(run: Run):
+    class Several(Transfers):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.loss(batch)
+
+    module = Several()
+    run.trainer().validate(module, [batches(1), batches(1)], verbose=False)
+    assert module.calls == [(hook, index) for index in (0, 1) for hook in HOOKS]
+
+
+@each(before="on_before_batch_transfer", after="on_after_batch_transfer")
+def case_a_hook_may_change_the_batch(run: Run, hook: str):
+    module = Net()
+    seen: list[Any] = []
+
+    def doubles(batch: Any, dataloader_idx: int) -> Any:
+        return batch * 2
+
+    def notes(batch: Any, batch_idx: int) -> None:
+        seen.append(float(batch[1, 0]))
+
+    setattr(module, hook, doubles)
+    module.on_train_batch_start = notes  # type: ignore[method-assign]
+    run.fit(module, batches(2), limit_val_batches=0)
+    assert [round(value, 4) for value in seen] == [0.02, 0.06]
+    return weights(module)
+
+
+class Pair:
+    """A batch of a user's own class, which knows how it is moved."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.moved = rows, 0
+
+    def to(self, device: Any, **options: Any) -> "Pair":
+        self.rows = self.rows.to(device, **options)
+        self.moved += 1
+        return self
+
+
+class TakesPairs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.rows, batch_idx)
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> Any:
+        return [Pair(part) for part in batch.rows.chunk(num_microbatches)]
+
+    def microbatch_weight(self, batch: Any) -> int:
+        return len(batch.rows)
+
+
+def case_a_batch_of_the_user_s_class_is_moved_by_its_own_method(run: Run):
+    moved: list[int] = []
+
+    class Notes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            moved.append(batch.moved)
+
+    module = TakesPairs()
+    loader = DataLoader(Rows(8), batch_size=2, collate_fn=lambda rows: Pair(torch.stack(rows)))
+    run.fit(module, loader, callbacks=[Notes()])
+    assert moved == [1] * 4
+    return weights(module)
+
+
+@each(
+    a_tuple=lambda rows: (rows, rows.sum(1)),
+    a_dict=lambda rows: {"rows": rows, "names": ["a"] * len(rows)},
+    nested=lambda rows: {"inner": [rows, {"more": (rows, None)}]},
+)
+def case_batches_keep_their_form(run: Run, form: Any):
+    found: list[Any] = []
+
+    class Forms(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows = batch[0] if isinstance(batch, (tuple, list)) else batch.get("rows", batch.get("inner"))
+            return super().training_step(rows[0] if isinstance(rows, list) else rows, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found.append(type(batch).__name__)
+
+    module = Forms()
+    loader = DataLoader(Rows(4), batch_size=2, collate_fn=lambda rows: form(torch.stack(rows)))
+    run.fit(module, loader)
+    assert found == [type(form(torch.ones(1, 4))).__name__] * 2
+    return weights(module)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        return batches(2)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append("before")
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append("after")
+        return batch + 1
+
+
+@known("the first batch is looked at before the run, and transferred once more")
+def case_a_data_module_s_hooks_take_the_place_of_the_module_s(run: Run):
+    data, module = Data(), Net()
+    run.trainer().fit(module, datamodule=data)
+    assert data.calls == ["before", "after"] * 2
+    return weights(module)
+
+
+def case_what_a_loader_gives_is_what_hooks_and_steps_see(run: Run):
+    """The batch of a batch's hooks is the step's own, whole."""
+    seen: list[Any] = []
+
+    class Sees(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(("start", indices(batch)))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(("end", indices(batch)))
+
+    run.fit(Sees(), batches(2))
+    assert seen == [("start", [0, 1]), ("end", [0, 1]), ("start", [2, 3]), ("end", [2, 3])]

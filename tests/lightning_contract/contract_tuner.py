@@ -1,0 +1,164 @@
+"""The tuner: what it finds, what it leaves behind, and that the fit after it is the one that would have been."""
+
+from typing import Any
+
+import pytest
+import torch
+from contract import Run, each
+from contract_models import Net, Rows, batches, same, weights
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+
+def found(run: Run, module: Any, **options: Any) -> Any:
+    """A trainer that has looked for a rate in eight steps, and what it has found."""
+    trainer = run.trainer()
+    options = {"num_training": 8, "early_stop_threshold": None} | options
+    return trainer, Tuner(trainer).lr_find(module, batches(16), **options)
+
+
+@each(exponential="exponential", linear="linear")
+def case_rates_are_tried(run: Run, mode: str):
+    _, finder = found(run, Net(), mode=mode, min_lr=0.01, max_lr=0.1)
+    rates = finder.results["lr"]
+    assert len(rates) == 8 and rates[-1] == pytest.approx(0.1, rel=0.5)
+    assert rates == sorted(rates)
+    return finder.results
+
+
+def case_the_module_is_as_before(run: Run):
+    module = Net()
+    before = weights(module)
+    trainer, _ = found(run, module)
+    assert same(weights(module), before)
+    assert trainer.global_step == 0
+
+
+def case_a_rate_is_suggested_and_taken(run: Run):
+    module = Net()
+    _, finder = found(run, module, num_training=14)
+    assert module.lr == finder.suggestion()
+    return module.lr
+
+
+def case_a_rate_may_be_left_as_it_was(run: Run):
+    module = Net()
+    found(run, module, num_training=14, update_attr=False)
+    assert module.lr == 0.1
+
+
+def case_the_fit_after_it_is_a_whole_one(run: Run):
+    module = Net()
+    trainer, _ = found(run, module, update_attr=False)
+    trainer.fit(module, batches(4))
+    assert trainer.global_step == 4
+    return weights(module)
+
+
+def case_a_search_that_diverges_is_stopped(run: Run):
+    _, finder = found(run, Net(), min_lr=1e-3, max_lr=1e9, early_stop_threshold=1.01)
+    return len(finder.results["lr"])
+
+
+class Named(Net):
+    """Keeps its rate under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.lr
+        self.pace = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.pace)
+
+
+def case_the_rate_may_have_another_name(run: Run):
+    module = Named()
+    _, finder = found(run, module, num_training=14, attr_name="pace")
+    assert module.pace == finder.suggestion()
+
+
+def case_a_module_without_a_rate_is_refused(run: Run):
+    with pytest.raises(AttributeError, match="lr"):
+        found(run, Named())
+
+
+def case_a_fast_dev_run_looks_for_nothing(run: Run):
+    trainer = run.trainer(fast_dev_run=True)
+    assert Tuner(trainer).lr_find(Net(), batches(4)) is None
+
+
+@each(validate="validate", test="test", predict="predict")
+def case_rates_are_found_in_fits_alone(run: Run, method: str):
+    with pytest.raises((ValueError, MisconfigurationException), match="fit"):
+        Tuner(run.trainer()).lr_find(Net(), dataloaders=batches(1), method=method)
+
+
+def case_a_callback_finds_the_rate_before_the_fit(run: Run):
+    module = Net()
+    callback = LearningRateFinder(num_training_steps=14, early_stop_threshold=None)
+    trainer = run.fit(module, batches(16), callbacks=[callback])
+    assert module.lr == callback.optimal_lr.suggestion()
+    assert trainer.global_step == 16
+    return weights(module), module.lr
+
+
+class Sized(Net):
+    """Makes its own loaders, of a size that a tuner may change."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(32), batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@each(doubling="power", by_halves="binsearch")
+def case_a_batch_size_is_found(run: Run, mode: str):
+    module = Sized()
+    size = Tuner(run.trainer()).scale_batch_size(module, mode=mode, max_trials=2, steps_per_trial=1)
+    assert size == module.batch_size and size >= 3
+    return size
+
+
+def case_a_size_leaves_the_module_as_before(run: Run):
+    module = Sized()
+    before = weights(module)
+    trainer = run.trainer()
+    Tuner(trainer).scale_batch_size(module, max_trials=1, steps_per_trial=1)
+    assert same(weights(module), before) and trainer.global_step == 0
+
+
+def case_a_size_is_found_for_validation(run: Run):
+    module = Sized()
+    size = Tuner(run.trainer()).scale_batch_size(module, method="validate", max_trials=2, steps_per_trial=1)
+    assert size == module.batch_size >= 4
+
+
+def case_a_callback_finds_the_size_before_the_fit(run: Run):
+    module = Sized()
+    trainer = run.trainer(callbacks=[BatchSizeFinder(steps_per_trial=1, max_trials=2)])
+    trainer.fit(module)
+    assert trainer.global_step == 32 // module.batch_size
+    return module.batch_size, weights(module)
+
+
+class WithLoader(Net):
+    def train_dataloader(self) -> Any:
+        return batches(2)
+
+
+def case_a_module_without_a_size_is_refused(run: Run):
+    with pytest.raises(MisconfigurationException, match="batch_size"):
+        Tuner(run.trainer()).scale_batch_size(WithLoader())
+
+
+def case_a_size_is_not_found_for_given_loaders(run: Run):
+    with pytest.raises(MisconfigurationException, match="dataloaders passed"):
+        Tuner(run.trainer()).scale_batch_size(Sized(), batches(2))
