@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contract import TWO, Run, each, known, whole_batches
+from contract import TWO, Run, each, whole_batches
 from contract_models import WIDTH, Calls, Net, batches, weights
 from torch import nn
 
@@ -73,7 +73,6 @@ def case_hooks_of_an_evaluation_come_in_their_order(run: Run, stage: str):
 BEFORE_STEPS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
-@known("the step is tried before its time", TWO, only=BEFORE_STEPS[1:])
 @each(**{hook: hook for hook in BEFORE_STEPS})
 def case_what_a_hook_makes_is_there_in_the_step(run: Run, hook: str):
     class Makes(Net):
@@ -88,7 +87,6 @@ def case_what_a_hook_makes_is_there_in_the_step(run: Run, hook: str):
     return weights(module)
 
 
-@known("the step is tried before its time", TWO)
 @each(validation_start="on_validation_start", validation_epoch_start="on_validation_epoch_start")
 def case_what_a_hook_makes_is_there_in_the_validation_step(run: Run, hook: str):
     class Makes(Net):
@@ -174,21 +172,22 @@ def case_a_module_knows_its_place(run: Run):
     assert (device, dtype) == ("cpu", torch.float32) and rank == (0 if run.is_first else 1)
 
 
-@known("one step is tried before the run's first batch")
 @whole_batches
-def case_the_steps_are_called_once_a_batch(run: Run):
-    indices: list[int] = []
-
+def case_a_step_counts_its_batches(run: Run):
     class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.indices: list[int] = []
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            indices.append(batch_idx)
+            self.indices.append(batch_idx)
             return super().training_step(batch, batch_idx)
 
-    run.fit(Counts(), batches(3))
-    assert indices == [0, 1, 2]
+    module = Counts()
+    run.fit(module, batches(3))
+    assert module.indices == [0, 1, 2]
 
 
-@known("the step is tried without an index", TWO, only=["with_anything"])
 @each(
     with_keyword=lambda self, batch, batch_idx, scale=2.0: self.loss(batch) * scale,
     with_anything=lambda self, *args: self.loss(args[0]) * (1 + args[1]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contract import Run, each, known
+from contract import Run, each
 from contract_models import Net, Rows, batches, indices, weights
 from torch.utils.data import DataLoader
 
@@ -32,14 +32,12 @@ class Transfers(Net):
         return batch
 
 
-@known("the first batch is looked at before the run, and transferred once more")
 def case_hooks_of_a_fit_come_once_a_batch(run: Run):
     module = Transfers()
     run.fit(module, batches(2), limit_val_batches=0)
     assert module.calls == [(hook, 0) for hook in HOOKS] * 2
 
 
-@known("the first batch is looked at before the run, and transferred once more")
 @each(validate="validate", test="test", predict="predict")
 def case_hooks_of_an_evaluation_come_once_a_batch(run: Run, entry: str):
     module = Transfers()
@@ -47,7 +45,6 @@ def case_hooks_of_an_evaluation_come_once_a_batch(run: Run, entry: str):
     assert module.calls == [(hook, 0) for hook in HOOKS] * 2
 
 
-@known("the first batch is looked at before the run, and transferred once more")
 def case_hooks_are_told_the_loader(run: Run):
     class Several(Transfers):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -153,7 +150,6 @@ class Data(pl.LightningDataModule):
         return batch + 1
 
 
-@known("the first batch is looked at before the run, and transferred once more")
 def case_a_data_module_s_hooks_take_the_place_of_the_module_s(run: Run):
     data, module = Data(), Net()
     run.trainer().fit(module, datamodule=data)
