@@ -152,8 +152,10 @@ def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None
 
 def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
     timelines = [] if data["predicted"] is None else [Timeline.from_data(data["predicted"])]
+    ranks: list[list[int]] = [[] for _ in timelines]
     timelines += [Timeline.from_data(replica["timeline"]) for replica in data["replicas"][:4]]
+    ranks += [replica["ranks"] for replica in data["replicas"][:4]]
     try:
-        save_timeline_plot(timelines, path, title=title)
+        save_timeline_plot(timelines, path, title=title, ranks=ranks)
     except ConfigurationError as error:  # matplotlib is missing, say: the figures are in the JSON
         rank_zero_warn(f"TimelineMonitor draws nothing: {error}")

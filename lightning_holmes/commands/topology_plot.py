@@ -11,6 +11,7 @@ from lightning_holmes.commands.topology_table import bandwidth, latency, ranges
 from lightning_holmes.errors import ConfigurationError, needs_extra
 
 _COLORS = {"infiniband": "#2a7f3f", "roce": "#b35c00", "ethernet": "#4a6fa5"}
+_UNKNOWN = "#888888"
 _MAX_ROWS = 16  # hosts in a column; of more, the number is written
 _WIDTH, _ROW, _GAP = 3.4, 0.62, 1.6
 
@@ -58,9 +59,9 @@ def plot_topology(topology: Topology, path: str) -> None:
 
 
 def _draw_cluster(axes: Any, cluster: Cluster, left: float, rows: int) -> None:
-    """The fabric as a bar on top, a box for each host, lines from each card that is on the fabric to the bar."""
-    kind = cluster.fabric or "ethernet"
-    color = _COLORS[kind]
+    """The network as a bar on top, a box for each host, lines from each card that is on it to the bar."""
+    kind = network_of(cluster)
+    color = _COLORS.get(kind, _UNKNOWN)
     top = rows * _ROW + 0.45
     _box(axes, left - 0.12, 0.0, _WIDTH + 0.24, top + 0.95, face="#f6f6f4", edge="#bbbbbb")
     _write(axes, left + _WIDTH / 2, top + 0.68, cluster.name, size=11, weight="bold")
@@ -87,6 +88,17 @@ def _draw_cluster(axes: Any, cluster: Cluster, left: float, rows: int) -> None:
     if len(cluster.hosts) > _MAX_ROWS:
         bottom = top - 0.3 - (_MAX_ROWS + 1) * _ROW + 0.2
         _write(axes, left + _WIDTH / 2, bottom + 0.21, f"and {len(cluster.hosts) - _MAX_ROWS} more hosts", size=7.5)
+
+
+def network_of(cluster: Cluster) -> str:
+    """The kind of the network that a cluster's hosts share: as it is stated, or the fastest that all have a card of."""
+    if cluster.fabric is not None:
+        return cluster.fabric
+    for kind in _COLORS:
+        fabrics = [{nic.fabric for nic in host.nics if nic.kind == kind} for host in cluster.hosts]
+        if set.intersection(*fabrics):
+            return kind
+    return "network not known"
 
 
 def _box(axes: Any, x: float, y: float, width: float, height: float, *, face: str, edge: str) -> None:

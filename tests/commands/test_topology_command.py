@@ -4,14 +4,17 @@ import builtins
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import launch_raw
 
+from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import run_command
+from lightning_holmes.commands.topology_plot import network_of
 from lightning_holmes.commands.topology_table import bandwidth, duration, latency, ranges
 from lightning_holmes.errors import ConfigurationError
 
@@ -107,6 +110,26 @@ def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     for form in ("yaml", "json"):
         run_command("topology", ["--topology", str(path), "--format", form])
         assert Topology.from_yaml_text(capsys.readouterr().out) == Topology.from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("cards", "network"),
+    [
+        (["infiniband"], "infiniband"),
+        (["ethernet", "roce"], "roce"),
+        (["ethernet"], "ethernet"),
+        ([], "network not known"),
+    ],
+)
+def test_a_cluster_is_drawn_with_the_network_that_its_cards_share(cards: list[str], network: str) -> None:
+    nics = ", ".join(f"{{name: {kind}0, kind: {kind}}}" for kind in cards)
+    text = f"clusters: [{{name: a, hosts: [{{name: h, count: 2, devices: 1, nics: [{nics}]}}]}}]"
+    (cluster,) = Topology.from_yaml_text(text).clusters
+    assert network_of(cluster) == network
+    apart = replace(cluster.hosts[0], name="other", nics=(Nic(name="eth1", kind="ethernet"),))
+    mixed = network_of(replace(cluster, hosts=(*cluster.hosts, apart)))
+    assert mixed == ("ethernet" if "ethernet" in cards else "network not known")
+    assert network_of(replace(cluster, fabric="roce")) == "roce"
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

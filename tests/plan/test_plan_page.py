@@ -20,8 +20,8 @@ from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.search import SearchResult, search
 from lightning_holmes.plan.simulator import StepCosts, simulate
-from lightning_holmes.plan.timeline import Timeline
-from lightning_holmes.plan.timeline_plot import save_timeline_plot, timeline_svg
+from lightning_holmes.plan.timeline import Span, Timeline
+from lightning_holmes.plan.timeline_plot import COLOURS, _alone, _draw, save_timeline_plot, timeline_svg
 from lightning_holmes.plan.training import Training
 
 TOPOLOGY = """
@@ -115,6 +115,22 @@ def test_pictures(tmp_path) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
         save_timeline_plot([timeline], tmp_path / "step.pdf")
+
+
+def test_a_picture_says_whose_clocks_it_shows_and_what_the_colours_mean() -> None:
+    spans = (Span("backward", 0.0, 3.0, 0, 0), Span("bucket_reduce", 1.0, 2.0, 0, -1), Span("wait", 3.0, 4.0, 0, -1))
+    measured = Timeline(spans=(spans, spans), step_s=4.0, exposed_s={}, peak_memory_bytes=(0, 0), source="measured")
+    svg = _draw([measured], "", "svg", [(1, 3)]).decode()
+    assert "measured on ranks 1, 3: 4 s" in svg and "stage 1, rank 3" in svg
+    assert "waiting: held up by another rank" in svg and "idle: nothing to do" in svg
+    drawn = [colour for kind, colour in COLOURS.items() if kind not in ("wait", "idle", "other")]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_reduction_leaves_the_backward_that_it_runs_beside_to_be_seen() -> None:
+    row = [Span("backward", 0.0, 2.0, 0, 0), Span("reduce", 1.0, 5.0, 0, -1), Span("update", 4.0, 4.5, 0, -1)]
+    assert _alone([row[1]], row) == [(2.0, 2.0), (4.5, 0.5)]
+    assert _alone([Span("reduce", 0.5, 1.0, 0, -1)], row) == []
 
 
 def test_without_matplotlib_the_package_is_named(monkeypatch, tmp_path) -> None:
