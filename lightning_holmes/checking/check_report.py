@@ -62,6 +62,7 @@ class CheckReport:
 
     Attributes:
         dependence: why microbatches cannot give the numbers of the whole batch, though both runs agree on the same ones.
+        notes: hooks before the first step that do not run without a run.
     """
 
     module: str
@@ -72,6 +73,7 @@ class CheckReport:
     rows: list[Difference] = field(default_factory=list, repr=False)
     refused: str | None = None
     dependence: str | None = None
+    notes: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -93,6 +95,8 @@ class CheckReport:
     def print(self, console: Console | None = None) -> None:
         """Print a table: every loss and log, the worst gradients, and all that differs."""
         console = console or Console(width=None if Console().is_terminal else 120)
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False)
         if self.refused is not None:
             console.print(f"[bold red]refused[/]: {self.module} cannot run as this pipeline", highlight=False)
             console.print(self.refused, highlight=False, markup=False)

@@ -8,19 +8,18 @@ thing to do with a new module.
     assert report.ok
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
+from lightning_holmes.checking.first_step import at_first_step
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import set_trainer, trainer_of
@@ -30,7 +29,7 @@ from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.request import StepRequest, StepResult
-from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -41,7 +40,6 @@ from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
 from lightning_holmes.strategy.samples import step_arguments
-from lightning_holmes.torch_private import registered_parameters
 
 _SEED = 20231203
 
@@ -98,15 +96,22 @@ def check(
         num_microbatches=num_microbatches,
         tolerance=tolerance,
     )
-    with attached(module):
-        _check_steps(module, batch, names, report, pipeline_parallel_size, schedule, num_chunks, partition)
+    with at_first_step(module, batch, names) as first:
+        report.notes = first.notes
+        try:
+            _check_steps(first.modules, batch, report, pipeline_parallel_size, schedule, num_chunks, partition)
+        except Exception as error:
+            if not first.notes:
+                raise
+            report.refused = (
+                f"its step ends with {type(error).__name__}: {error}"  # which may come of what was left out
+            )
     return report
 
 
 def _check_steps(
-    module: LightningModule,
+    modules: Mapping[str, LightningModule],
     batch: Any,
-    names: Sequence[str],
     report: CheckReport,
     pipeline_parallel_size: int,
     schedule: str,
@@ -114,23 +119,24 @@ def _check_steps(
     partition: Any,
 ) -> None:
     layers, num_microbatches, tolerance = report.layers, report.num_microbatches, report.tolerance
+    module = next(iter(modules.values()))
     try:
-        admission.check_module(module, fitting="training_step" in names)
+        admission.check_module(module, fitting="training_step" in modules)
         splitter = BatchSplitter()
         if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
             splitter.split(batch, num_microbatches)
-        structure = _structure(module, batch, names, layers, splitter)
+        structure = _structure(modules, batch, layers, splitter)
         stages = _fill_buckets(module, batch, structure, splitter, partition, pipeline_parallel_size, num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages)
-        if num_microbatches > 1 and "training_step" in names and not structure.changed_parameters:
+        if num_microbatches > 1 and "training_step" in modules and not structure.changed_parameters:
             arguments = step_arguments(module, "training_step")
             found = find_batch_dependence(module, "training_step", batch, arguments, splitter)
             if found is not None and found.is_cut_along_time:
                 raise UnsupportedModuleError(f"num_microbatches={num_microbatches}: {found.reason}")
             if found is not None:
                 report.dependence = found.reason
-        for name in names:
+        for name, module in modules.items():
             count = num_microbatches if name == "training_step" else 1
             plain = _reference(module, structure, name, batch, count, splitter)
             staged = _SimulatedPipeline(
@@ -168,33 +174,6 @@ def _fill_buckets(
     return make_partition(partition, structure.num_layers, size * num_chunks, balance=balance)
 
 
-@contextmanager
-def attached(module: LightningModule) -> Iterator[None]:
-    """Give a module without a trainer one that does nothing, for steps that ask it something."""
-    if trainer_of(module) is not None:
-        yield
-        return
-    chatter = logging.getLogger("lightning.pytorch")
-    level = chatter.level
-    chatter.setLevel(logging.ERROR)
-    try:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=DummyLogger(),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-    finally:
-        chatter.setLevel(level)
-    set_trainer(module, trainer)
-    try:
-        yield
-    finally:
-        set_trainer(module, None)
-
-
 def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
     """Two samples of a batch, or all of it where only the module's ``split_batch`` can tell."""
     try:
@@ -205,11 +184,11 @@ def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
 
 
 def _structure(
-    module: LightningModule, batch: Any, names: Sequence[str], layers: str, splitter: BatchSplitter
+    modules: Mapping[str, LightningModule], batch: Any, layers: str, splitter: BatchSplitter
 ) -> ModuleStructure:
     small = _few_samples(batch, splitter)
     structure: ModuleStructure | None = None
-    for name in names:
+    for name, module in modules.items():
         arguments = (tree.map_all_tensors(Tensor.clone, small), *step_arguments(module, name))
         found = trace_step(module, name, arguments, layers=layers if structure is None else structure.layers)
         structure = found if structure is None else structure.merged(found)
@@ -262,7 +241,7 @@ class _SimulatedPipeline:
         for rank in range(size):
             copy = shadow_copy(module)
             set_trainer(copy, trainer_of(module))
-            _give_own_parameters(copy)
+            replace_parameters(copy, lambda p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
             stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
             pipeline.install()
@@ -348,13 +327,3 @@ class _SimulatedPipeline:
                 if isinstance(metric, Metric):
                     found[f"metric {name}"] = {**metric.metric_state, "updates": metric.update_count}
         return found
-
-
-def _give_own_parameters(module: LightningModule) -> None:
-    """Replace shared parameters by copies, keeping ties between names."""
-    for parameter in {id(p): p for p in module.parameters()}.values():
-        own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-        for submodule in module.modules():
-            for key, value in registered_parameters(submodule).items():
-                if value is parameter:
-                    registered_parameters(submodule)[key] = own

@@ -97,7 +97,12 @@ def plan_run(
 
 
 def learn_steps(
-    trainer: "pl.Trainer", context: RunContext, known: TraceResult, samples: Sequence[StepSample]
+    trainer: "pl.Trainer",
+    context: RunContext,
+    known: TraceResult,
+    samples: Sequence[StepSample],
+    *,
+    before_run: bool = False,
 ) -> TraceResult:
     """``known``, and what these batches teach about the module. Every rank must call.
 
@@ -119,6 +124,7 @@ def learn_steps(
             device=connection.device,
             splitter=context.splitter,
             context=functools.partial(step_context, trainer),
+            before_run=before_run,
         )
 
 

@@ -83,7 +83,7 @@ class Run:
         self._whole_steps: set[str] = set()  # which the plan does not suit
         context.undo.callback(self._end)
         if context.builder.defers:  # before anybody looks at weights, those that this rank shall hold need values
-            self._make_plan(sample_batches(trainer, device, context.undo))
+            self._make_plan(sample_batches(trainer, device, context.undo), before_run=True)
         else:
             context.resumption.put_weights(self.pipeline)
 
@@ -154,10 +154,10 @@ class Run:
                 return f"it reads {min(lacking)} on stage {stage}, where nothing else does"
         return None
 
-    def _make_plan(self, samples: Sequence[StepSample]) -> None:
+    def _make_plan(self, samples: Sequence[StepSample], *, before_run: bool = False) -> None:
         """Learn the module from these batches, plan, and be this rank's stages. All ranks must call."""
         with self._learning():
-            self.known = learn_steps(self.trainer, self.context, self.known, samples)
+            self.known = learn_steps(self.trainer, self.context, self.known, samples, before_run=before_run)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
             planned = plan_run(self.trainer, self.context, self.known, training)
         plan, rank = planned.plan, self.job.connection.rank

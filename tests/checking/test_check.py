@@ -147,3 +147,57 @@ def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
 
     report = lightning_holmes.check(Odd(), torch.randn(8, 4))
     assert report.ok, str(report)
+
+
+class BuiltInSetup(LightningModule):
+    """Has nothing before ``setup``; its steps use what hooks make, rates, and the trainer."""
+
+    def setup(self, stage: str) -> None:
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def on_fit_start(self) -> None:
+        self.layers[0].weight.data.zero_()
+        self.scale = 2.0
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.factor = batch_idx + 1
+
+    def on_validation_epoch_start(self) -> None:
+        self.outs: list[Tensor] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        return batch.square().mean() * self.scale
+
+    def training_step(self, batch: Tensor, batch_idx: int, hiddens: Any = None) -> Tensor:
+        assert hiddens is None
+        return self.loss(batch) * self.factor * (1 + self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.outs.append(self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_is_checked_as_it_is_at_its_first_step() -> None:
+    module, before = BuiltInSetup(), torch.get_rng_state()
+    report = lightning_holmes.check(module, torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert report.ok and not report.notes and len(report.stages) == 2, str(report)
+    assert not hasattr(module, "layers") and not hasattr(module, "scale") and torch.equal(before, torch.get_rng_state())
+    module.setup("fit")
+    weights = module.layers[0].weight.clone()
+    assert lightning_holmes.check(module, torch.randn(8, 4)).ok
+    assert torch.equal(module.layers[0].weight, weights)
+
+
+class AsksItsData(BuiltInSetup):
+    def on_fit_start(self) -> None:
+        self.scale = len(self.trainer.datamodule.classes)  # type: ignore[attr-defined]
+
+
+def test_a_hook_that_needs_a_run_is_named() -> None:
+    report = lightning_holmes.check(AsksItsData(), torch.randn(8, 4))
+    assert "on_fit_start does not run without a run (AttributeError" in report.notes[0]
+    assert report.refused is not None and "scale" in report.refused and "on_fit_start" in str(report)

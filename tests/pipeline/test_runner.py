@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_holmes.checking import simulated_pipeline
+from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.comm.exchange import LocalExchange
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.observer import StepObserver
@@ -90,8 +90,8 @@ def pipeline_of(schedule: str, size: int, chunks: int):
     """The ranks of a pipeline over :class:`Net`, in this process."""
     torch.manual_seed(0)
     module, splitter, batch = Net(), BatchSplitter(), torch.randn(6, 4)
-    with simulated_pipeline.attached(module):
-        structure = simulated_pipeline._structure(module, batch, ["training_step"], "auto", splitter)
+    with first_step.attached(module):
+        structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
         partition = make_partition("uniform", 4, size * chunks)
         yield (
             simulated_pipeline._SimulatedPipeline(module, structure, partition, size, schedule, chunks, splitter),

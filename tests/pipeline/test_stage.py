@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_holmes.checking import simulated_pipeline
+from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -35,8 +35,8 @@ class Net(LightningModule):
 def installed(module: LightningModule, num_stages: int) -> PipelineModule:
     """The first stage of the module's pipeline."""
     splitter = BatchSplitter()
-    with simulated_pipeline.attached(module):
-        structure = simulated_pipeline._structure(module, torch.randn(4, 4), ["training_step"], "auto", splitter)
+    with first_step.attached(module):
+        structure = simulated_pipeline._structure({"training_step": module}, torch.randn(4, 4), "auto", splitter)
     partition = make_partition("uniform", structure.num_layers, num_stages)
     pipeline = PipelineModule(module, structure, partition, (0,), torch.device("cpu"))
     pipeline.install()

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_holmes.checking import simulated_pipeline
+from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.request import StepRequest, StepResult
@@ -35,8 +35,8 @@ class Net(LightningModule):
 @contextmanager
 def ranks_of(module: LightningModule, size: int, batch: Any, schedule: str = "1f1b"):
     splitter = BatchSplitter()
-    with simulated_pipeline.attached(module):
-        structure = simulated_pipeline._structure(module, batch, ["training_step"], "auto", splitter)
+    with first_step.attached(module):
+        structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
         partition = make_partition("uniform", structure.num_layers, size)
         yield simulated_pipeline._SimulatedPipeline(module, structure, partition, size, schedule, 1, splitter).drivers
 

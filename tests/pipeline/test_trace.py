@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_holmes.checking.simulated_pipeline import attached
+from lightning_holmes.checking.first_step import attached
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step

@@ -45,6 +45,20 @@ class TwoOptimizers(Classifier):
         return [torch.optim.SGD(self.head.parameters(), 0.1), torch.optim.Adam(self.blocks.parameters(), 0.1)], []
 
 
+class BuiltWithoutMemory(Classifier):
+    """Its step needs what a hook makes after the plan must be known."""
+
+    def configure_model(self) -> None:
+        self.more = torch.nn.Linear(4, 4)
+
+    def on_train_start(self) -> None:
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.losses.append(super().training_step(batch, batch_idx))
+        return self.losses[-1]
+
+
 class NeverReaches(Classifier):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.stem(x))
@@ -199,6 +213,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "clips in a hook": (
         lambda s: _fit(s, ClipsByHand),
         ("ClipsByHand.on_before_optimizer_step", "torch.nn.utils", "gradient_clip_val"),
+    ),
+    "state before its time": (
+        lambda s: _fit(s, BuiltWithoutMemory),
+        ("BuiltWithoutMemory", "no attribute 'losses'", "configure_model", "setup()"),
     ),
     "coupled optimizer": (
         lambda s: _fit(s, CoupledOptimizer),

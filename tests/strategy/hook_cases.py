@@ -208,6 +208,10 @@ class Setting:
     def __init__(self, folder: Path, holmes: dict[str, Any] | None) -> None:
         self.folder, self.holmes = folder, holmes
 
+    @property
+    def is_first(self) -> bool:
+        return self.holmes is None or os.environ.get("RANK", "0") == "0"
+
     def trainer(self, **options: Any) -> pl.Trainer:
         given: dict[str, Any] = {
             "accelerator": "cpu",

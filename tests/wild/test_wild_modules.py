@@ -16,7 +16,7 @@ from wild import wild_modules
 from wild.wild_modules import CASES, SAMPLES, Case
 
 import lightning_holmes
-from lightning_holmes.checking import simulated_pipeline
+from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.partition import make_partition
 
@@ -70,8 +70,8 @@ def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Te
 def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> simulated_pipeline._SimulatedPipeline:
     size, chunks = options.get("pipeline_parallel_size", 2), options.get("num_chunks", 1)
     splitter = BatchSplitter()
-    with simulated_pipeline.attached(module):
-        structure = simulated_pipeline._structure(module, batch, ["training_step"], "auto", splitter)
+    with first_step.attached(module):
+        structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
         partition = make_partition(options.get("partition", "uniform"), structure.num_layers, size * chunks)
         cast = simulated_pipeline._SimulatedPipeline(
             module, structure, partition, size, options.get("schedule", "1f1b"), chunks, splitter

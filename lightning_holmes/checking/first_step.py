@@ -1,0 +1,123 @@
+"""A module as it is at its first step, without a run: what Lightning would have called by then is called on a copy.
+
+    with at_first_step(module, batch, ["training_step"]) as first:
+        first.modules["training_step"].training_step(batch, 0)      # has what setup() and on_fit_start() make
+        first.notes                                                 # hooks that do not run without a run
+
+The trainer is a stand-in: it has optimizers, a logger that keeps nothing, and no data.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_holmes.lightning_private import set_trainer, trainer_of
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy
+
+_BEFORE_RUN = ("setup", "configure_model", "configure_optimizers", "on_fit_start")
+_BEFORE_STEP = {
+    "training_step": ("on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    "test_step": ("on_test_start", "on_test_epoch_start", "on_test_batch_start"),
+    "predict_step": ("on_predict_start", "on_predict_epoch_start", "on_predict_batch_start"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSteps:
+    """By the name of a step, the module when it first runs; and what could not be done for it."""
+
+    modules: Mapping[str, LightningModule]
+    notes: Sequence[str]
+
+
+@contextmanager
+def at_first_step(module: LightningModule, batch: Any, steps: Sequence[str]) -> Iterator[FirstSteps]:
+    """Inside, copies of ``module`` stand before their first steps; one that has a trainer, or no such hooks, is itself there."""
+    hooks = [*_BEFORE_RUN, *(hook for step in steps for hook in _BEFORE_STEP[step])]
+    own = [hook for hook in hooks if is_overridden(hook, module)]
+    has_trainer = trainer_of(module) is not None
+    with attached(module):
+        if has_trainer or not own:
+            yield FirstSteps(modules=dict.fromkeys(steps, module), notes=())
+            return
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        with preserved_random_state(device):
+            first = _prepare(module, batch, steps, own)
+        yield first
+
+
+def _prepare(module: LightningModule, batch: Any, steps: Sequence[str], hooks: Sequence[str]) -> FirstSteps:
+    trainer = trainer_of(module)
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    notes: list[str] = []
+
+    def call(owner: LightningModule, hook: str, *arguments: Any, **named: Any) -> None:
+        vars(owner)["log"] = vars(owner)["log_dict"] = lambda *_, **__: None
+        try:
+            if hook == "configure_optimizers":
+                trainer.strategy.setup_optimizers(trainer)
+            else:
+                getattr(owner, hook)(*arguments, **named)
+        except Exception as error:
+            notes.append(f"{hook} does not run without a run ({type(error).__name__}: {error}), and is left out")
+        finally:
+            del vars(owner)["log"], vars(owner)["log_dict"]
+
+    built = _copy(module, trainer)
+    # what hooks do to weights is done to the copy's
+    replace_parameters(built, lambda p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
+    for hook in hooks:
+        if hook in _BEFORE_RUN:
+            call(built, hook, **({"stage": "fit"} if hook == "setup" else {}))
+    modules = {}
+    for step in steps:
+        modules[step] = _copy(built, trainer)
+        for hook in _BEFORE_STEP[step]:
+            if hook in hooks:
+                call(modules[step], hook, *((batch, 0) if hook.endswith("batch_start") else ()))
+    return FirstSteps(modules=modules, notes=tuple(dict.fromkeys(notes)))
+
+
+def _copy(module: LightningModule, trainer: Trainer) -> LightningModule:
+    copy = shadow_copy(module)
+    set_trainer(copy, trainer)
+    trainer.strategy.connect(copy)
+    return copy
+
+
+@contextmanager
+def attached(module: LightningModule) -> Iterator[None]:
+    """Give a module without a trainer one that does nothing, for steps that ask it something."""
+    if trainer_of(module) is not None:
+        yield
+        return
+    chatter = logging.getLogger("lightning.pytorch")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
+    try:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=DummyLogger(),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    finally:
+        chatter.setLevel(level)
+    set_trainer(module, trainer)
+    try:
+        yield
+    finally:
+        set_trainer(module, None)

@@ -1,0 +1,283 @@
+"""Steps that use what must be there by then: state from hooks, rates, what another run has left; and evaluation steps that are
+not known when the plan is made. A case gives weights and what was logged, alike in plain Lightning."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hook_cases import Net, Pairs, Setting
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(Pairs(16), batch_size=4)
+
+
+def fit(setting: Setting, module: pl.LightningModule, loaders: Any = None, **options: Any) -> Any:
+    trainer = setting.trainer(**options)
+    trainer.fit(module, *(loaders or (loader(), loader())))
+    return found(trainer, module)
+
+
+def found(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return logged, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class StateFromHooks(Net):
+    """Every hook before a step makes something that the step needs."""
+
+    def on_fit_start(self) -> None:
+        self.scale = 2.0
+
+    def on_train_start(self) -> None:
+        self.offset = torch.ones(())
+
+    def on_train_epoch_start(self) -> None:
+        self.of_epoch = self.current_epoch + 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.of_batch = batch_idx + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (
+            super().training_step(batch, batch_idx) * self.scale * self.of_epoch * self.of_batch
+            + self.offset
+            + self.bonus
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        self.outs: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().validation_step(batch, batch_idx)
+        self.outs.append(loss)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_of_outs", torch.stack(self.outs).mean())
+        del self.outs
+
+
+class GivesBonus(Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.bonus = 0.5  # type: ignore[assignment]
+
+
+class ReadsRates(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        rates = (
+            self.trainer.optimizers[0].param_groups[0]["lr"],
+            optimizer.param_groups[0]["lr"],
+            scheduler.get_last_lr()[0],
+        )
+        self.log("rates", sum(rates))
+        return super().training_step(batch, batch_idx) * (1 + sum(rates))
+
+
+class ChangesTrainer(Net):
+    """Its step is tried, and what it does to rates and trainer happens once a batch all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+        self.trainer.should_stop = self.trainer.global_step == 5
+        return super().training_step(batch, batch_idx)
+
+
+class Signatures(Net):
+    def training_step(self, batch: Any, batch_idx: int, hiddens: Any = None) -> Tensor:
+        assert hiddens is None
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, prefix: str = "val") -> None:
+        self.log(f"{prefix}_loss", self.loss(batch))
+
+
+class StarSignature(Net):
+    def training_step(self, *args: Any) -> Tensor:
+        self.log("arguments", float(len(args)))
+        return self.loss(args[0])
+
+
+class ReadsElsewhere(Net):
+    """What is trained reads ``stem`` before the layers; what is validated, after them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch | {"x": self.stem(batch["x"])})
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        hidden = self.stem(batch["x"])
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        loss = (self.stem(hidden) - batch["y"]).square().mean()
+        self.log("val_loss", loss)
+        return loss
+
+
+class Momentum(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class SavesAtStart(Callback):
+    """Saves before the first batch, when the states of a checkpoint have been read and are not in use yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class LowersRate(Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01
+
+
+def state_from_hooks(setting: Setting) -> Any:
+    return fit(setting, StateFromHooks(), callbacks=[GivesBonus()])
+
+
+def state_from_hooks_of_other_runs(setting: Setting) -> Any:
+    trainer, module = setting.trainer(), StateFromHooks()
+    return trainer.validate(module, loader(), verbose=False), found(trainer, module)
+
+
+def rates(setting: Setting) -> Any:
+    return fit(setting, ReadsRates())
+
+
+def changes_trainer(setting: Setting) -> Any:
+    if setting.holmes is not None:
+        setting.holmes = setting.holmes | {"num_microbatches": 1}
+    return fit(setting, ChangesTrainer(), max_epochs=3)
+
+
+def signatures(setting: Setting) -> Any:
+    return fit(setting, Signatures())
+
+
+def star_signature(setting: Setting) -> Any:
+    return fit(setting, StarSignature())
+
+
+def unknown_evaluation(setting: Setting) -> Any:
+    return fit(setting, Net(), num_sanity_val_steps=0)
+
+
+def unknown_evaluation_that_reads_elsewhere(setting: Setting) -> Any:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = fit(setting, ReadsElsewhere(), num_sanity_val_steps=0)
+    expected = setting.holmes is not None and setting.holmes.get("pipeline_parallel_size", 1) > 1
+    assert any("it reads stem." in str(each.message) for each in told) == (expected and setting.is_first), list(
+        map(str, told)
+    )
+    return result
+
+
+def known_evaluation_that_reads_elsewhere(setting: Setting) -> Any:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = fit(setting, ReadsElsewhere())
+    assert not any("it reads stem." in str(each.message) for each in told)
+    return result
+
+
+def unknown_evaluation_of_parameters_in_shards(setting: Setting) -> Any:
+    if setting.holmes is not None:
+        setting.holmes = setting.holmes | {"sharded_parameters": True}
+    return [fit(setting, module, num_sanity_val_steps=0) for module in (Net(), ReadsElsewhere())]
+
+
+def resuming(setting: Setting) -> Any:
+    """States wait for the first batch; a checkpoint that is saved before has them, and a rate that a hook sets stays."""
+    path, again = setting.folder / "first.ckpt", setting.folder / "again.ckpt"
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(Momentum(), loader(), loader())
+    trainer.save_checkpoint(path)
+    results = []
+    for start, callbacks in ((path, [LowersRate(), SavesAtStart(again)]), (again, [])):
+        trainer, module = setting.trainer(max_epochs=2, callbacks=callbacks), Momentum()
+        trainer.fit(module, loader(), loader(), ckpt_path=start)
+        results.append(found(trainer, module))
+    return results
+
+
+def saving_without_a_batch(setting: Setting) -> Any:
+    path, again = setting.folder / "first.ckpt", setting.folder / "again.ckpt"
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(Momentum(), loader(), loader())
+    trainer.save_checkpoint(path)
+    trainer = setting.trainer(max_epochs=1)
+    trainer.fit(Momentum(), loader(), loader(), ckpt_path=path)  # has ended already
+    trainer.save_checkpoint(again)
+    trainer, module = setting.trainer(max_epochs=2), Momentum()
+    trainer.fit(module, loader(), loader(), ckpt_path=again)
+    return found(trainer, module)
+
+
+def one_pass_loader(setting: Setting) -> Any:
+    return fit(setting, Net(), (iter(list(loader())), loader()), max_epochs=1)
+
+
+def profiled(setting: Setting) -> Any:
+    """A step that asks its trainer is profiled like any other."""
+    if setting.holmes is not None:
+        setting.holmes = setting.holmes | {"num_microbatches": "auto", "profile": "measure"}
+    trainer, module = setting.trainer(max_epochs=1), ReadsRates()
+    trainer.fit(module, loader(), loader())
+    if isinstance(trainer.strategy, HolmesStrategy) and trainer.world_size > 1:
+        notes = "\n".join(trainer.strategy.plan.notes)
+        assert "layers timed on every rank" in notes and "not be profiled" not in notes, notes
+    return found(trainer, module)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        state_from_hooks,
+        state_from_hooks_of_other_runs,
+        rates,
+        changes_trainer,
+        signatures,
+        star_signature,
+        unknown_evaluation,
+        unknown_evaluation_that_reads_elsewhere,
+        known_evaluation_that_reads_elsewhere,
+        unknown_evaluation_of_parameters_in_shards,
+        resuming,
+        saving_without_a_batch,
+        one_pass_loader,
+        profiled,
+    )
+}
+
+
+def run_all(payload: dict[str, Any]) -> dict[str, Any]:
+    """Each case's result, or the error."""
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if name not in payload.get("only", CASES):
+            continue
+        pl.seed_everything(5, verbose=False)
+        folder = Path(payload["folder"]) / name
+        try:
+            results[name] = case(Setting(folder, payload["holmes"]))
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+            if payload["holmes"]:
+                return results  # ranks may have parted ways
+    return results

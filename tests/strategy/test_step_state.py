@@ -1,0 +1,34 @@
+"""By the time of a step all is there that Lightning would have made, and trying a step leaves no trace.
+
+The baseline is plain Lightning in one process on the same batches; tolerance 1e-5 (fp32).
+"""
+
+from typing import Any
+
+import pytest
+from launch import launch
+from step_state_cases import CASES, run_all
+from strategy_cases import differences
+
+STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Plain, by the strategy on one process, and on two stages of two replicas."""
+
+    def payload(holmes: Any) -> dict[str, Any]:
+        return {"folder": str(tmp_path_factory.mktemp("steps")), "holmes": holmes}
+
+    staged = launch(4, "step_state_cases:run_all", payload(STAGED), timeout_s=200)
+    return {"plain": run_all(payload(None)), "alone": run_all(payload({})), "staged": staged}
+
+
+@pytest.mark.xdist_group("hooks")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_what_it_has_in_plain_lightning(name: str, results: Any) -> None:
+    plain = results["plain"][name]
+    assert "error" not in plain, plain
+    for place, found in {"one process": results["alone"], **dict(enumerate(results["staged"]))}.items():
+        assert name in found, f"{place}: an earlier case ended the run: {list(found)[-1]}: {list(found.values())[-1]}"
+        assert not differences(plain, found[name]), f"{place}: {found[name]}"
