@@ -36,6 +36,7 @@ class SyncGroups:
 
     Attributes:
         whole: the ranks with the same parameters.
+        host: the same, by gloo, for what hosts know (flags, weights of microbatches): no device is waited for.
         ranks: their global ranks, in the order of their places.
         crosses: they are in several clusters.
         inside, across: where ``whole`` crosses clusters and has as many members, two or more, in each: those of this
@@ -45,6 +46,7 @@ class SyncGroups:
 
     whole: dist.ProcessGroup
     ranks: tuple[int, ...]
+    host: dist.ProcessGroup
     crosses: bool = False
     inside: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None

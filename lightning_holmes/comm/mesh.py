@@ -163,6 +163,15 @@ class ProcessGroups:
     tensor_parallel: dist.ProcessGroup | None = None
     tensor_p2p: DistributedP2P | None = None
     gradients: SyncGroups | None = None
+    everyone_on_host: dist.ProcessGroup | None = None
+    """All ranks, by gloo, where WORLD is another backend's; None: WORLD itself is on the host."""
+
+    @property
+    def replicas_on_host(self) -> dist.ProcessGroup | None:
+        """The ranks of ``data_parallel``, by gloo, for the thread that runs the step."""
+        if self.data_parallel is None or self.builder.backend == "gloo":
+            return self.data_parallel
+        return None if self.gradients is None else self.gradients.host
 
 
 def release(owned: list[dist.ProcessGroup]) -> None:
@@ -233,6 +242,9 @@ def build_process_groups(
             },
             describe=builder.describe,
         )
+    everyone = None
+    if builder.backend != "gloo":
+        everyone = builder.build(range(placement.world_size), "holmes_everyone_on_host", on_host=True)
     tensor_p2p = None
     if tensor_messages is not None:
         tensor_p2p = DistributedP2P(
@@ -255,6 +267,7 @@ def build_process_groups(
         tensor_parallel=tensor_parallel,
         tensor_p2p=tensor_p2p,
         gradients=gradients,
+        everyone_on_host=everyone,
     )
 
 
@@ -273,7 +286,9 @@ def _build_sync_groups(
     """
     if len(ranks) < 2:
         return None
-    whole = builder.build(ranks, f"holmes_gradients_{name}") if builder.backend == "gloo" else data_parallel
+    by_gloo = builder.backend == "gloo"
+    whole = builder.build(ranks, f"holmes_gradients_{name}") if by_gloo else data_parallel
+    host = whole if by_gloo else builder.build(ranks, f"holmes_replicas_on_host_{name}", on_host=True)
     places = ["" for _ in range(max(ranks) + 1)] if clusters is None else clusters
     inside = across = None
     in_clusters, over_clusters = cluster_levels(ranks, places)
@@ -281,11 +296,17 @@ def _build_sync_groups(
         inside = builder.build(members, f"holmes_gradients_{name}_inside_{number}") or inside
     for number, members in enumerate(over_clusters):
         across = builder.build(members, f"holmes_gradients_{name}_across_{number}") or across
-    if whole is None:
+    if whole is None or host is None:
         return None
     crosses = len({places[rank] for rank in ranks}) > 1
     return SyncGroups(
-        whole=whole, ranks=tuple(ranks), crosses=crosses, inside=inside, across=across, describe=builder.describe
+        whole=whole,
+        host=host,
+        ranks=tuple(ranks),
+        crosses=crosses,
+        inside=inside,
+        across=across,
+        describe=builder.describe,
     )
 
 
@@ -293,25 +314,37 @@ def _product(first: int, second: int) -> list[tuple[int, int]]:
     return list(itertools.product(range(first), range(second)))
 
 
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """Ranks of a pipeline that hold the same parameters: the group of their tensors, and one by gloo for what hosts know."""
+
+    tensors: dist.ProcessGroup
+    host: dist.ProcessGroup
+
+
 def join_shared(
     groups: ProcessGroups, placement: Placement, shared: Sequence[tuple[int, ...]]
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each set of pipeline ranks that hold the same parameters, in this rank's pipeline.
+) -> dict[tuple[int, ...], SharedGroup]:
+    """The groups for each set of pipeline ranks that hold the same parameters, in this rank's pipeline.
 
     Every rank of WORLD must call with the same ``shared``. Sets of all pipeline ranks use the
     pipeline's own group.
     """
-    joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    joined: dict[tuple[int, ...], SharedGroup] = {}
+    builder = groups.builder
     for replica, part in _product(placement.data_parallel_size, placement.tensor_parallel_size):
         ranks = placement.pipeline_group(replica, part)
         for members in sorted(set(shared)):
+            name = f"{replica}_{part}_{'_'.join(map(str, members))}"
+            own = [ranks[m] for m in members]
             if len(members) == len(ranks):
-                group = groups.pipeline if groups.builder.rank in ranks else None
+                group = groups.pipeline if builder.rank in ranks else None
             else:
-                name = f"holmes_shared_{replica}_{part}_{'_'.join(map(str, members))}"
-                group = groups.builder.build([ranks[m] for m in members], name)
-            if group is not None:
-                joined[members] = group
+                group = builder.build(own, f"holmes_shared_{name}")
+            by_gloo = builder.backend == "gloo"
+            host = group if by_gloo else builder.build(own, f"holmes_shared_on_host_{name}", on_host=True)
+            if group is not None and host is not None:
+                joined[members] = SharedGroup(group, host)
     return joined
 
 

@@ -92,7 +92,8 @@ class GradBuffer:
         self.grad_dtype = grad_dtype
         self.buckets: list[Bucket] = []
         self.flags = torch.zeros(0)
-        """(parameters + NOTES,) fp32: the flags of all buckets, and the notes."""
+        """(parameters + NOTES,) fp32, on the host, which need not wait for a device to read them: the flags of all buckets, and
+        the notes."""
         self.late: dict[str, Tensor] = {}
         """What arrived for buckets whose reduction had begun; not yet summed over replicas."""
         self.generation = 0
@@ -205,14 +206,6 @@ class GradBuffer:
             self._open = False
             self._kept = {}
 
-    def flag(self, name: str) -> Tensor | None:
-        """The one-element view that says whether ``name`` was reached, after :meth:`seal`."""
-        bucket = self._bucket_of.get(name)
-        if bucket is None:
-            return None
-        index = bucket.names.index(name)
-        return bucket.flags[index : index + 1]
-
     def gradient(self, name: str) -> Tensor | None:
         """The gathered gradient of ``name``, or None if it has none."""
         if not self.flat:
@@ -241,8 +234,7 @@ class GradBuffer:
         self._trainable = trainable
         self.generation += 1
         parts = self._fill_buckets(trainable)
-        device = self.parameters[trainable[0]].device if trainable else torch.device("cpu")
-        self.flags = torch.zeros(len(trainable) + NOTES, device=device)
+        self.flags = torch.zeros(len(trainable) + NOTES)
         self.buckets, self._bucket_of, first = [], {}, 0
         for names in parts:
             bucket = self._make_bucket(names, self.flags[first : first + len(names)])

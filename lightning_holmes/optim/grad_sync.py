@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.comm.collectives import Collective
+from lightning_holmes.comm.mesh import SharedGroup
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.grad_buffer import NOTE_DRIFT, NOTE_LATE, Bucket, GradBuffer
 from lightning_holmes.plan.sync_choice import DriftWatch
@@ -36,7 +37,8 @@ class GradSync:
         buffer: the rank's gradients; loss weights already divide by the samples of all replicas, so sums
             are what is wanted.
         collective: what sums a bucket over the replicas; None if there is one replica. It may be exchanged between windows.
-        flags_group: the replicas, for the flags; None likewise. Nothing but what runs in ``queue`` goes over it.
+        flags_group: the replicas on their hosts, for the flags; None likewise. Where ``queue`` is a thread, nothing but what
+            runs there goes over it.
         queue: where collectives run.
         shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the group. Buckets
             that are ``apart`` by such a set are summed over it.
@@ -51,7 +53,7 @@ class GradSync:
         flags_group: dist.ProcessGroup | None,
         queue: CommQueue,
         *,
-        shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        shared_groups: Mapping[tuple[int, ...], SharedGroup] | None = None,
         stages_of: Mapping[str, Collection[int]] | None = None,
         stages: Sequence[int] = (0,),
     ) -> None:
@@ -144,7 +146,8 @@ class GradSync:
         for bucket in buckets:
             shared = self._shared.get(bucket.apart) if isinstance(bucket.apart, tuple) else None
             if shared is not None:
-                works = [dist.all_reduce(t, group=shared, async_op=True) for t in (bucket.buffer, bucket.flags)]
+                over = ((bucket.buffer, shared.tensors), (bucket.flags, shared.host))
+                works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in over]
                 self._shared_works += [work for work in works if work is not None]
         if not self._shared_works:
             self._launch_rest()

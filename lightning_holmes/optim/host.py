@@ -49,13 +49,14 @@ class OptimizerHost(Protocol):
     def shards(self) -> ShardedOptimizer | None:
         """What holds the optimizer's pieces, where it steps such."""
 
-    def take_gradients(self, *, last: bool) -> None:
-        """Make what was gathered the optimizer's gradients, after the ``last`` batch of a window reduced ones."""
+    def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
+        """Make what was gathered the optimizer's gradients, after the ``last`` batch of a window reduced ones; ``skipped``: this
+        batch had no backward, and a loss scaler, which skips its step, is told nothing."""
 
     def absorb(self) -> None:
         """Take over what hooks of the user have made of ``p.grad``."""
 
-    def loss_factor(self) -> float:
+    def loss_factor(self) -> float | Tensor:
         """What losses are multiplied by: the loss scale, or 1."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -107,10 +108,10 @@ class LocalHost:
         self._place = place
         self._scale = None if scaler is None else LossScale(scaler, (groups.pipeline, groups.tensor_parallel), device)
 
-    def take_gradients(self, *, last: bool) -> None:
+    def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """They become ``p.grad``; after the ``last`` batch of a window they are checked, and stages agree on an overflow."""
         self._assign(last=last)
-        if not last:
+        if not last or (skipped and self._scale is not None):
             return
         if self._scale is not None:
             self._scale.agree(self._stepped())
@@ -130,7 +131,7 @@ class LocalHost:
     def absorb(self) -> None:
         """Nothing: the optimizer reads ``p.grad`` itself."""
 
-    def loss_factor(self) -> float:
+    def loss_factor(self) -> float | Tensor:
         return 1.0 if self._scale is None else self._scale.factor()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -196,31 +196,29 @@ class LayeredReducer:
         if None in self._open:
             for part, buffer in zip(self._trained[None], self._open[None], strict=True):
                 if part.ranks:
-                    dist.all_reduce(buffer, group=self._shared[part.ranks])
+                    dist.all_reduce(buffer, group=self._shared[part.ranks].tensors)
             self._start(None)
 
     def start_loss_scales(
-        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float]
-    ) -> Callable[[], list[float]]:
+        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float | Tensor]
+    ) -> Callable[[], list[float | Tensor]]:
         """See loss_weights.py."""
-        return start_loss_scales(
-            weights, self.groups.data_parallel, self._device, accumulated=accumulated, factor=factor
-        )
+        return start_loss_scales(weights, self.groups.replicas_on_host, accumulated=accumulated, factor=factor)
 
     def finish(self, *, last: bool) -> None:
         """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""
         if not last:
             return
-        flags = torch.tensor([float(name in self._touched) for name in self._names], device=self._device)
+        flags = torch.tensor([float(name in self._touched) for name in self._names])
         place = {name: index for index, name in enumerate(self._names)}
         for part in self._trained[None]:
             if part.ranks:
                 own = flags[[place[name] for name in part.names]]
-                dist.all_reduce(own, group=self._shared[part.ranks])
+                dist.all_reduce(own, group=self._shared[part.ranks].host)
                 flags[[place[name] for name in part.names]] = own
         sync = self.groups.gradients
         if sync is not None and self._names:
-            self.queue.start(lambda: dist.all_reduce(flags, group=sync.whole)).wait()
+            self.queue.start(lambda: dist.all_reduce(flags, group=sync.host)).wait()
         for work in self._works:
             work.wait()
         self._works.clear()

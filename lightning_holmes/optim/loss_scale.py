@@ -9,11 +9,11 @@ all skip the step and lower the scale.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
@@ -32,9 +32,11 @@ class LossScale:
         self._groups = groups
         self._device = device
 
-    def factor(self) -> float:
-        """What losses are multiplied by."""
-        return float(self._scaler.get_scale())
+    def factor(self) -> float | Tensor:
+        """What losses are multiplied by; on an accelerator a scalar there, which nobody waits for."""
+        if self._device.type == "cpu":
+            return float(self._scaler.get_scale())
+        return cast(Tensor, self._scaler.scale(torch.ones((), dtype=torch.float64, device=self._device)))
 
     def agree(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Let every stage see an overflow where one stage has one; whether there was any.
@@ -54,7 +56,7 @@ class LossScale:
             if group is not None:
                 dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
         overflow, without = state.tolist()
-        if without and any(group is not None for group in self._groups):  # alone: as the scaler says
+        if without:
             raise UnsupportedModuleError(
                 "a stage of the pipeline has no gradient (all its parameters are frozen), and the GradScaler of "
                 'precision="16-mixed" needs one on every stage: use bf16-mixed, or a partition with some trained layer on '

@@ -86,7 +86,7 @@ class GradientReducer:
         self._sync = GradSync(
             self.buffer,
             None,
-            None if sync_groups is None else sync_groups.whole,
+            None if sync_groups is None else sync_groups.host,
             self.queue,
             shared_groups=join_shared(groups, placement, list(shared)),
             stages_of=stages_of,
@@ -154,16 +154,14 @@ class GradientReducer:
         self.buffer.add(name, gradient)
 
     def start_loss_scales(
-        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float]
-    ) -> Callable[[], list[float]]:
+        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float | Tensor]
+    ) -> Callable[[], list[float | Tensor]]:
         """Each microbatch's share of the mean over all samples of a batch, all replicas and ``accumulated`` batches, times
         ``factor()``.
 
         The ranks of the last stage call, all together; what is returned waits for the other replicas.
         """
-        return start_loss_scales(
-            weights, self.groups.data_parallel, self._device, accumulated=accumulated, factor=factor
-        )
+        return start_loss_scales(weights, self.groups.replicas_on_host, accumulated=accumulated, factor=factor)
 
     def finish(self, *, last: bool) -> None:
         """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import LogCall
@@ -33,7 +35,7 @@ class StepRequest:
     context: Callable[[], Any]
     replica: int = 0
     is_last: bool = False
-    loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None
+    loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None
     may_skip: bool = False
     exchange: ParameterExchange | None = None
     observer: StepObserver = UNOBSERVED
@@ -58,7 +60,7 @@ class Microbatches:
     step: Callable[[StageRun, int], Any]
     signatures: Sequence[Hashable]
     seeds: Sequence[int] | None = None
-    scales: Callable[[], Sequence[float]] | None = None
+    scales: Callable[[], Sequence[float | Tensor]] | None = None
     after_forwards: Callable[[], None] | None = None
     outputs: list[Any] = field(default_factory=list)
 

@@ -73,7 +73,7 @@ class _Batch:
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
         self.fetches: dict[int, Work] = {}
-        self.scales: Sequence[float] | None = None
+        self.scales: Sequence[float | Tensor] | None = None
         self.forwards_left = len(self.module.stages) * self.schedule.num_microbatches
         self.backwards_left = dict.fromkeys(self.module.stages, self.schedule.num_microbatches)
 
@@ -158,9 +158,9 @@ class _Batch:
             roots, gradients = [], []
             if not self._skips():
                 roots = [loss_of(outputs[microbatch], self.request.step_name)]
-                gradients = [torch.full_like(roots[0], self.scales[microbatch])]
+                gradients = [_filled_with(self.scales[microbatch], roots[0])]
                 outputs[microbatch] = tree.map_tensors(Tensor.detach, outputs[microbatch])
-                if self.scales[microbatch] == 0:
+                if isinstance(self.scales[microbatch], float) and self.scales[microbatch] == 0:
                     roots, gradients = [], []
                 elif not roots[0].requires_grad:
                     raise UnsupportedModuleError(
@@ -325,6 +325,13 @@ class _Batch:
 
 def _input_gradients(run: StageRun) -> list[Tensor]:
     return [torch.zeros_like(t) if t.grad is None else t.grad for t in run.received if t.requires_grad]
+
+
+def _filled_with(scale: float | Tensor, like: Tensor) -> Tensor:
+    """``like``, full of a number, which may be a scalar on its device, and is not waited for."""
+    if isinstance(scale, Tensor):
+        return scale.to(like.device, like.dtype).expand_as(like)
+    return torch.full_like(like, scale)
 
 
 def loss_of(output: Any, step_name: str) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
@@ -265,7 +266,7 @@ class Fit(Run):
         if (
             output is None
         ):  # Lightning calls no backward then; what the window has gathered before stays the optimizer's
-            self.hand_over()
+            self.hand_over(skipped=True)
             self.absorb()
         if self._trial is not None:
             self.plan = self._trial.after_batch(self.plan)
@@ -273,7 +274,7 @@ class Fit(Run):
             loss_of(output, "training_step")
         return output
 
-    def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float]]:
+    def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:
         reducer, host = self.gradients.reducer, self.gradients.host
         return reducer.start_loss_scales(weights, self.trainer.accumulate_grad_batches, host.loss_factor)
 
@@ -293,12 +294,13 @@ class Fit(Run):
             self._clock.interrupt()
         return super().evaluation_step(step_name, batch, *arguments)
 
-    def hand_over(self) -> None:
-        """Make what the pipeline has gathered ``p.grad``, reduced unless more batches are to come."""
+    def hand_over(self, *, skipped: bool = False) -> None:
+        """Make what the pipeline has gathered ``p.grad``, reduced unless more batches are to come; ``skipped``: this batch had
+        no backward."""
         noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
         with self.job.explaining(self.job.groups.data_parallel), noting:
             self.gradients.reducer.finish(last=not self.accumulates)
-            self.gradients.host.take_gradients(last=not self.accumulates)
+            self.gradients.host.take_gradients(last=not self.accumulates, skipped=skipped)
 
     def absorb(self) -> None:
         """Take over what hooks after the backward have made of ``p.grad``."""

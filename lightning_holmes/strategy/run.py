@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
@@ -225,7 +226,9 @@ class Run:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if job.connection.world_size > 1:
             self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch))
-            undo.enter_context(Lockstep(trainer, self._signals, job.explaining, self.noting_wait))
+            undo.enter_context(
+                Lockstep(trainer, self._signals, job.groups.everyone_on_host, job.explaining, self.noting_wait)
+            )
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
         monitor = self.options.make_monitor()
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
@@ -282,7 +285,7 @@ class Run:
         num_microbatches: int,
         place: tuple[int, ...],
         *,
-        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float]]] | None = None,
+        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
         observer: StepObserver = UNOBSERVED,
     ) -> Any:
         """Run a batch through the pipeline, and give its output.

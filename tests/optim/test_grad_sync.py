@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_holmes.comm.mesh import SharedGroup
 from lightning_holmes.optim.grad_buffer import NOTE_DRIFT, NOTE_LATE, GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 
@@ -118,7 +119,9 @@ def test_several_stages_of_a_rank_must_all_have_passed() -> None:
 def test_what_stages_share_is_summed_over_them_first_and_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     over: list[Any] = []
-    buffer, sync, twins = made(module, apart={"1.weight": (0, 1)}, shared_groups={(0, 1): "stages"})
+    buffer, sync, twins = made(
+        module, apart={"1.weight": (0, 1)}, shared_groups={(0, 1): SharedGroup("stages", "stages")}
+    )
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, **_: over.append(group) or times(tensor, 3))
     run(buffer, sync, lambda: module(torch.ones(1, 2)).sum(), parts=1)
     assert twins.order == [("0.weight",), ("1.weight",)]

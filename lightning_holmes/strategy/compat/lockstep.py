@@ -50,6 +50,7 @@ class Lockstep(Replacements):
 
     Args:
         signals: what rank 0 has been told, which goes with the message before each batch.
+        group: all ranks, on their hosts, so that no device is waited for; None: WORLD is such a group.
         explaining: turns a lost connection inside into an error that names the group.
         waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
     """
@@ -58,12 +59,14 @@ class Lockstep(Replacements):
         self,
         trainer: "pl.Trainer",
         signals: BatchSignals,
+        group: dist.ProcessGroup | None,
         explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self._trainer = trainer
         self._signals = signals
+        self._group = group
         self._explaining = explaining
         self._waiting = waiting
 
@@ -92,10 +95,10 @@ class Lockstep(Replacements):
         trainer = self._trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         mine = [int(place), progress.total.ready, int(trainer.should_stop), int(progress.is_last_batch)]
-        message = torch.tensor([wanted, *mine], device=trainer.strategy.root_device)
+        message = torch.tensor([wanted, *mine])
         try:
             with self._waiting():
-                dist.broadcast(message, src=0)
+                dist.broadcast(message, src=0, group=self._group)
         except Exception as error:
             if "imed out" in str(error):  # in the batch it would be waited for another time
                 with self._explaining():
