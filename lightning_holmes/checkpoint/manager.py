@@ -304,6 +304,8 @@ def _local(path: str) -> Path:
         raise ConfigurationError(
             f"{path}: a checkpoint folder needs a path that is mounted; use save_distributed_checkpoint=False for URLs"
         )
+    if "\0" in path:
+        raise ConfigurationError(f"{path!r}: no file has a zero character in its path")
     return Path(path.removeprefix("file://"))
 
 

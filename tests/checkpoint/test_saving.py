@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launch import launch
 
 from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
@@ -234,3 +235,34 @@ def test_a_failed_write_in_the_background_of_a_fit_is_reported(
     assert [path for path in paths.values() if path.exists()] == list(paths.values())[: fails - 1]
     assert all(missing_files(path) == [] for path in list(paths.values())[: fails - 1])
     assert len(saves) == fails and not list(tmp_path.glob(".saving-*"))
+
+
+def save_where_nobody_can(folder: str) -> list[list[str]]:
+    """In each of two processes, a stage each: what saving to impossible places raises, and then to a good one; by format."""
+    from checkpoint_cases import fit, make_data_file
+
+    results = []
+    for distributed in (True, False):
+        name = "folder" if distributed else "file"
+        root = Path(folder) / name
+        root.mkdir(exist_ok=True)
+        trainer = fit(
+            make_data_file(root), "pp2xdp2", holmes={"save_distributed_checkpoint": distributed}, max_steps=1
+        ).trainer
+        said = []
+        for path in (root / "bytes" / "below_a_file.ckpt", f"{root}/zero\0.ckpt", root / "good.ckpt"):
+            try:
+                trainer.save_checkpoint(path)
+                said.append("saved")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        results.append(said)
+    return results
+
+
+def test_all_ranks_are_told_where_rank_0_alone_cannot_write(tmp_path: Path) -> None:
+    for folder, file in launch(2, "test_saving:save_where_nobody_can", str(tmp_path)):
+        for below, zero, good in (folder, file):
+            assert "CheckpointError" in below and "rank 0" in below and "bytes" in below
+            assert "ConfigurationError" in zero and "zero character" in zero
+            assert good == "saved"
