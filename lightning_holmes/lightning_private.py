@@ -26,6 +26,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
 # processes and collectives
@@ -178,6 +179,15 @@ def before_batch_transfer(module: "pl.LightningModule", batch: Any) -> Any:
 def is_compiled_module(module: "pl.LightningModule") -> bool:
     """Whether a trainer was given what ``torch.compile`` made of a module."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+MODULE_HOOK = "_call_lightning_module_hook"
+"""Of :func:`hook_calls`: ``(trainer, hook_name, *arguments)``, through which all hooks of a LightningModule are called."""
+
+
+def hook_calls() -> Any:
+    """Lightning's module of the functions that call hooks; the loops look them up there at each call."""
+    return call
 
 
 # optimizers and precision

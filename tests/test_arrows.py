@@ -44,10 +44,10 @@ ALLOWED: dict[str, set[str]] = {
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
     {"admission", "agreement", "building", "collectives", "compat", "gradients", "parameter_sharding", "resuming"}
-    | {"pytorch_lightning", "samples", "sharding", "split_trial", "tracing"},
+    | {"pytorch_lightning", "samples", "sharding", "split_trial", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
-    {"plan_request", "profiling", "runtime_plan", "planning"},
+    {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing"},
     {"strategy", ""},

@@ -353,6 +353,25 @@ def test_hooks_and_clipping_run_between_the_closure_and_the_step(tmp_path: Path)
     assert callable(getattr(scaled, private.AFTER_CLOSURE))
 
 
+def test_all_hooks_of_a_module_are_called_by_one_function(tmp_path: Path) -> None:
+    own, seen = getattr(private.hook_calls(), private.MODULE_HOOK), []
+
+    def noting(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        seen.append((trainer, hook_name))
+        return own(trainer, hook_name, *args, **kwargs)
+
+    setattr(private.hook_calls(), private.MODULE_HOOK, noting)
+    try:
+        trainer = trainer_for(tmp_path, limit_train_batches=1)
+        trainer.fit(BoringModel())
+    finally:
+        setattr(private.hook_calls(), private.MODULE_HOOK, own)
+    assert {caller for caller, _ in seen} == {trainer}
+    wanted = {"on_fit_start", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"}
+    wanted |= {"optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"}
+    assert wanted <= {name for _, name in seen}
+
+
 def test_optimizers_move_their_states_and_tell_whether_they_unscale(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight])

@@ -6,7 +6,7 @@ CheckpointManager is what the strategy asks.
 
 from lightning_holmes.checkpoint.loading import read_plan, read_state_dict
 from lightning_holmes.checkpoint.manager import CheckpointManager, Job, is_local
-from lightning_holmes.checkpoint.parts import module_part, optimizer_part
+from lightning_holmes.checkpoint.parts import module_part, optimizer_part, owned
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
     keep_local_parameters,
@@ -30,6 +30,7 @@ __all__ = [
     "module_state_dict",
     "optimizer_part",
     "optimizer_state_dict",
+    "owned",
     "parameter_group_names",
     "read_plan",
     "read_state_dict",

@@ -32,18 +32,23 @@ def module_part(pipeline: PipelineModule, collected: Mapping[str, Tensor] | None
     Args:
         collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
     """
-    first_names = {id(p): n for n, p in pipeline.module.named_parameters()}
     found: dict[str, Any] = {}
     for key, value in pipeline.module.state_dict(keep_vars=True).items():
-        name = first_names.get(id(value), key)
+        name = pipeline.name_of(value, key)
         if not pipeline.is_owner(name):
             continue
-        if collected is not None and id(value) in first_names:
+        if collected is not None and name in pipeline.parameters:
             if name in collected:
                 found[key] = collected[name]
         else:
             found[key] = value.detach() if isinstance(value, Tensor) else value
     return found
+
+
+def owned(state: Mapping[str, Any], pipeline: PipelineModule) -> dict[str, Any]:
+    """Of the module's ``state_dict``, or what a hook has made of it, the entries whose copy on this rank counts."""
+    names = {key: pipeline.name_of(value, key) for key, value in pipeline.module.state_dict(keep_vars=True).items()}
+    return {key: value for key, value in state.items() if pipeline.is_owner(names.get(key, key))}
 
 
 def local_states(
@@ -58,7 +63,7 @@ def local_states(
         collected: those that a sharded optimizer has brought to this rank; None: the optimizer has them itself.
     """
     if collected is None:
-        parameters = dict(pipeline.module.named_parameters())
+        parameters = pipeline.parameters
         collected = {
             name: optimizer.state[parameters[name]]
             for names in groups

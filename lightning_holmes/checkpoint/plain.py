@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.parts import local_states
@@ -53,14 +53,12 @@ def module_state_dict(
     Args:
         collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
     """
-    module = pipeline.module
-    first_names = {id(p): n for n, p in module.named_parameters()}
     local: dict[str, Any] = {}
     order = []
-    for key, value in module.state_dict(keep_vars=True).items():
+    for key, value in pipeline.module.state_dict(keep_vars=True).items():
         order.append(key)
-        name = first_names.get(id(value), key)
-        if collected is not None and id(value) in first_names:
+        name = pipeline.name_of(value, key)
+        if collected is not None and name in pipeline.parameters:
             if name in collected and pipeline.is_owner(name) and keeps:
                 local[key] = collected[name]
         elif pipeline.is_owner(name):
@@ -73,20 +71,20 @@ def module_state_dict(
     return {key: whole[key] for key in order if key in whole}
 
 
-def parameter_group_names(module: nn.Module, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
+def parameter_group_names(pipeline: PipelineModule, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
     """The names of the parameters in each group of ``optimizer`` from the ``first`` on, which still holds all of them.
 
     Raises:
-        ConfigurationError: the optimizer holds a tensor that is no parameter of the module.
+        ConfigurationError: the optimizer holds a tensor that was no parameter of the module when the run began.
     """
-    names = {id(p): n for n, p in module.named_parameters()}
+    names = {id(p): n for n, p in pipeline.parameters.items()}
     groups = []
     for index, group in enumerate(optimizer.param_groups[first:], start=first):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise ConfigurationError(
-                f"group {index} of {type(optimizer).__name__} holds a tensor of shape {unknown[0]} that is no parameter "
-                f"of {type(module).__name__}; register it as an nn.Parameter"
+                f"group {index} of {type(optimizer).__name__} holds a tensor of shape {unknown[0]} that was no parameter "
+                f"of {type(pipeline.module).__name__} when the run began; register it as an nn.Parameter in __init__ or configure_model"
             )
         groups.append([names[id(p)] for p in group["params"]])
     return groups
@@ -229,7 +227,8 @@ def fill_whole_module(
         return
     module = pipeline.module
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for present, parameter in module.named_parameters():
+            name = pipeline.name_of(parameter, present)
             source = owner_rank[pipeline.owner_stage(name)]
             held = name in pipeline.local_parameters
             part = dtensor.local_part(parameter).detach()

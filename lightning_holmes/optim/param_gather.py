@@ -33,7 +33,7 @@ class ArrivingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_NO_VALUE:
+        if func in READS_NO_VALUE:
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         _await(args)
@@ -51,7 +51,7 @@ class ArrivingParameter(nn.Parameter):
 
 ArrivingParameter.__name__ = ArrivingParameter.__qualname__ = "Parameter"  # what people print
 
-_READS_NO_VALUE = {
+READS_NO_VALUE = {
     *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device")),
     *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "ndim", "layout", "grad_fn", "is_sparse")),
     *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_cpu")),
@@ -60,6 +60,7 @@ _READS_NO_VALUE = {
     *(getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "element_size", "requires_grad_")),
     *(getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "__len__")),
 }
+"""Operations that tell or change what is known of a parameter without its value."""
 
 
 def _await(values: Any) -> None:

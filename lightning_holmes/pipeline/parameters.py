@@ -29,7 +29,7 @@ class StageParameters:
     def of(cls, pipeline: PipelineModule, rank_of: Callable[[int], int]) -> "StageParameters":
         """Of ``pipeline``, whose stages live on the pipeline ranks ``rank_of(stage)``."""
         local = pipeline.local_parameters
-        parameters = [(n, p) for n, p in pipeline.module.named_parameters() if n in local][::-1]
+        parameters = [(n, p) for n, p in pipeline.parameters.items() if n in local][::-1]
         structure = pipeline.structure
         if structure is None:
             return cls(by_name=dict(parameters), stages_of={}, shared={})

@@ -137,6 +137,8 @@ class PipelineModule:
         self.partition = partition
         self.stages = tuple(stages)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
+        vars(self).pop("parameters", None)
+        vars(self).pop("names", None)
         if structure is None:
             self.local_parameters = {name for name, _ in self.module.named_parameters()}
         else:
@@ -147,6 +149,21 @@ class PipelineModule:
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
         return self.partition.num_stages
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All of them, by the names that they have when the module is divided, and memory; pruning, for one, renames them
+        later."""
+        return dict(self.module.named_parameters())
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """The names of all parameters, by identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def name_of(self, value: Any, name: str) -> str:
+        """By which name it is known where ``value`` lives, which now stands at ``name``: for a parameter its first one."""
+        return self.names.get(id(value), name)
 
     def is_owner(self, name: str) -> bool:
         """Whether this rank's stages hold the copy of parameter ``name`` that counts in norms and checkpoints."""
@@ -171,12 +188,22 @@ class PipelineModule:
         return None
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose plain attributes this rank knows best: its own layers', and on the last stage the rest."""
-        last = self.num_stages - 1 in self.stages
+        """The modules whose plain attributes this rank knows best: its own layers', those with parameters that no later stage
+        reads, and on the last stage the rest."""
         for name, submodule in self.module.named_modules():
-            layer = None if self.structure is None else self._layer_holding(name + ".")
-            if (last and layer is None) or (layer is not None and self.partition.stage_of(layer) in self.stages):
+            if self._stage_that_knows(name, submodule) in self.stages:
                 yield name, submodule
+
+    def _stage_that_knows(self, name: str, submodule: nn.Module) -> int:
+        last = self.num_stages - 1
+        if self.structure is None:
+            return last
+        layer = self._layer_holding(name + ".")
+        if layer is not None:
+            return self.partition.stage_of(layer)
+        own = [self.name_of(p, "") for p in submodule.parameters(recurse=False)] if name else []
+        readers = [self.structure.stages_of(self.partition, n)[-1] for n in own if n in self.structure.readers]
+        return max(readers, default=last)
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters that one of this rank's stages reads, by name."""
@@ -184,7 +211,7 @@ class PipelineModule:
             names = self.local_parameters
             if self.structure is not None:
                 names = self.structure.parameters_of(self.partition, stage)
-            self._parameters[stage] = {n: p for n, p in self.module.named_parameters() if n in names}
+            self._parameters[stage] = {n: p for n, p in self.parameters.items() if n in names}
         return self._parameters[stage]
 
     def place_of(self, run: StageRun) -> str:
@@ -205,7 +232,7 @@ class PipelineModule:
         for layer, indices in places.items():
             self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
             layer.forward = _Gate(self, layer, indices)
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
                 dtensor.replace_local(parameter, placeholder(dtensor.local_part(parameter).detach()))
 

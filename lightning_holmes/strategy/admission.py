@@ -3,7 +3,6 @@
 Every check here is made before training, on all ranks alike.
 """
 
-import dis
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,30 +22,6 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import is_compiled_module
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
-
-_TORCH_CLIPPING = frozenset(
-    {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"}
-)
-_CLIPPING_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
-_BATCH_HOOKS = {
-    "training_step": (
-        "on_train_batch_end",
-        "on_train_batch_start",
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-    ),
-    "validation_step": ("on_validation_batch_end", "on_validation_batch_start"),
-    "test_step": ("on_test_batch_end", "on_test_batch_start"),
-    "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
-}
 
 
 def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
@@ -62,7 +37,6 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
             f"gradients begin anew is then not known; remove one of them"
         )
     if is_pipeline:
-        _refuse_clipping(module, trainer.callbacks)  # type: ignore[attr-defined]
         _warn_of_rank_guards(module)
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
@@ -140,48 +114,10 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         )
 
 
-def code_of(function: Any) -> types.CodeType | None:
-    """The code of a function or method below its decorators; None where it has none in Python."""
-    code: types.CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return code
-
-
 def _names_of(function: Any) -> tuple[str, ...]:
-    """The attributes and globals that a function's code names."""
-    code = code_of(function)
+    """The attributes and globals that the code of a function or method names, below its decorators."""
+    code: types.CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return () if code is None else code.co_names
-
-
-def users_callbacks(trainer: "pl.Trainer") -> list["pl.Callback"]:
-    """The trainer's callbacks whose hooks the user has written."""
-    libraries = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
-    return [
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(libraries)
-    ]
-
-
-def overridden_hooks(
-    module: "pl.LightningModule", callbacks: Sequence["pl.Callback"], hooks: Sequence[str]
-) -> Iterator[tuple[str, Any]]:
-    """Those of ``hooks`` that the module, then each callback, has of its own: Class.hook, and the function."""
-    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-    for owner, base in owners:
-        for hook in hooks:
-            if hasattr(base, hook) and is_overridden(hook, owner, base):
-                yield f"{type(owner).__name__}.{hook}", getattr(owner, hook)
-
-
-def _refuse_clipping(module: "pl.LightningModule", callbacks: Sequence["pl.Callback"]) -> None:
-    """Refuse hooks that clip by torch.nn.utils."""
-    for name, hook in overridden_hooks(module, callbacks, _CLIPPING_HOOKS):
-        if _TORCH_CLIPPING.intersection(_names_of(hook)):
-            raise UnsupportedModuleError(
-                f"{name} clips by torch.nn.utils, which sees one stage's gradients; give "
-                f"Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, gradient_clip_val=..., "
-                f"gradient_clip_algorithm=...) in configure_gradient_clipping, which knows the norm of the whole model"
-            )
 
 
 def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
@@ -243,36 +179,3 @@ def compare_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
             f"the ranks do not run the same job: {'; '.join(differences[:5])}{more}. Install the same versions and start "
             f"the same script with the same options everywhere"
         )
-
-
-def hooks_that_read_state(module: "pl.LightningModule", trainer: "pl.Trainer") -> frozenset[str]:
-    """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
-    found = set()
-    for step_name, hooks in _BATCH_HOOKS.items():
-        own = any(is_overridden(hook, module) for hook in hooks if hasattr(pl.LightningModule, hook))
-        callbacks = any(
-            is_overridden(hook, callback, pl.Callback) and _uses_its_arguments(getattr(callback, hook))
-            for callback in users_callbacks(trainer)
-            for hook in hooks
-            if hasattr(pl.Callback, hook)
-        )
-        if own or callbacks:
-            found.add(step_name)
-    return frozenset(found)
-
-
-def _uses_its_arguments(hook: Any) -> bool:
-    """Whether a callback's hook looks at trainer, module or batch at all; a clock does not, and need not be waited for."""
-    code = code_of(hook)
-    if code is None:
-        return True
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = set(code.co_varnames[hasattr(hook, "__self__") : count])
-    if names & set(code.co_cellvars):
-        return True
-    for instruction in dis.get_instructions(code):
-        read = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-        if instruction.opname.startswith("LOAD_FAST") and names.intersection(read):
-            return True
-    return False

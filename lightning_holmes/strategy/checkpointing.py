@@ -211,6 +211,8 @@ class RunCheckpoints:
                 f"save_distributed_checkpoint=False"
             )
         assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
+        if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's there
+            checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)
         about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
         if failed:
             try:

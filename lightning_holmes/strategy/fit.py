@@ -72,7 +72,7 @@ class Fit(Run):
             self._show_whole_module_to_callbacks(self.job.groups.pipeline)
         if self.planned is not None:
             self._take_part()
-        self._begin()
+        self._begin(self.parameter_groups)
 
     def _make_optimizers(self) -> None:
         """The user's optimizers, over the whole module or what this rank holds."""
@@ -80,7 +80,7 @@ class Fit(Run):
         strategy.setup_optimizers(trainer)
         optimizers = strategy.optimizers
         admission.check_optimizers(optimizers)
-        names = [checkpoint.parameter_group_names(self.module, o) for o in optimizers]
+        names = [checkpoint.parameter_group_names(self.pipeline, o) for o in optimizers]
         placement = self.job.placement
         self._found: Separability | None = None
         wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
@@ -131,13 +131,16 @@ class Fit(Run):
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
-        undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host))
+        undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
         measures = not torch.are_deterministic_algorithms_enabled()
         if job.groups.pipeline is not None and options.chooses_schedule and measures:
             self._trial = SplitTrial(self.plan, self.driver, job.connection.device)
+
+    def _hidden_in_hooks(self) -> Mapping[str, str]:
+        return sharding.hidden_in_hooks(self.shards, shards_parameters=self.stage_shards is not None)
 
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
@@ -217,8 +220,7 @@ class Fit(Run):
         """Let averages of weights and norms of gradients cover all stages."""
         undo = self.context.undo
         undo.enter_context(WeightAverages(self.trainer, self.pipeline, self.job.groups.p2p))
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        undo.enter_context(GradNormExchange([self.module, *callbacks], self.pipeline, stages))
+        undo.enter_context(GradNormExchange(self.pipeline, stages, self.lifted))
 
     def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Put what this rank holds of a saved state into one of the optimizers; all ranks must call."""

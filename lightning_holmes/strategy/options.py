@@ -165,11 +165,12 @@ class Options:
     def without_measuring(self) -> Options:
         """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
         runtime_plan.py to settle."""
+        needed = self.master_weights or self.sharded_parameters
         return dataclasses.replace(
             self,
             gradient_sync="all_reduce" if self.gradient_sync == "auto" else self.gradient_sync,
             bucket_bytes=DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes,
-            sharded_optimizer=self.master_weights if self.sharded_optimizer == "auto" else self.sharded_optimizer,
+            sharded_optimizer=needed if self.sharded_optimizer == "auto" else self.sharded_optimizer,
         )
 
     @functools.cached_property

@@ -8,7 +8,7 @@ An ended run still tells its plan and its pipeline: the next run and a checkpoin
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
+from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
@@ -44,6 +45,8 @@ from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
 from lightning_holmes.strategy.samples import StepSample, sample_batches
 from lightning_holmes.strategy.tracing import TraceResult
+from lightning_holmes.strategy.tripwires import Tripwires
+from lightning_holmes.strategy.user_hooks import hooks_that_read_state
 
 _T = TypeVar("_T")
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
@@ -75,6 +78,7 @@ class Run:
         self.plan: Plan
         self.context = context
         self._signals: BatchSignals | None = None
+        self._tripwires: Tripwires | None = None
         self.base_seed = self._align_ranks()
         groups, device = self.job.groups, self.job.connection.device
         self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
@@ -219,11 +223,16 @@ class Run:
         agreement.share_random_state(job.groups)
         return seed
 
-    def _begin(self) -> None:
-        """At the end of set-up: what keeps metrics, signals, the module's own state and random numbers alike."""
+    def _begin(self, groups: ParameterGroups | None = None) -> None:
+        """At the end of set-up: what keeps hooks, metrics, signals, the module's own state and random numbers alike.
+
+        Args:
+            groups: of a fit's optimizers.
+        """
         trainer, job, undo = self.trainer, self.job, self.context.undo
-        self._state_each_batch = admission.hooks_that_read_state(self.module, trainer)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        read = hooks_that_read_state(self.module, callbacks)
+        self._state_each_batch = read.union(*job.connection.all_gather(read))  # a callback may be on one rank only
         if job.connection.world_size > 1:
             self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch))
             undo.enter_context(
@@ -233,6 +242,16 @@ class Run:
         monitor = self.options.make_monitor()
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
         monitors = [] if monitor is None or monitored else [monitor]
+        self._tripwires = undo.enter_context(
+            Tripwires(
+                trainer,
+                self.pipeline,
+                job,
+                rank_of=lambda stage: self.plan.rank_of(stage),
+                groups=groups,
+                hidden=self._hidden_in_hooks,
+            )
+        )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(job.groups)
         self._state.watch()
@@ -242,6 +261,14 @@ class Run:
     def is_inside_part(self) -> bool:
         """Whether a part of a user's step runs at this moment on this rank: a stage's, or a microbatch's."""
         return self.is_open and (self.driver.is_inside_part or self._whole_driver.is_inside_part)
+
+    def _hidden_in_hooks(self) -> Mapping[str, str]:
+        """What no rank has whole between steps, for Tripwires."""
+        return {}
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Inside, all is as the strategy's own work needs it, also where a hook of the user has called for it."""
+        return nullcontext() if self._tripwires is None else self._tripwires.lifted()
 
     @property
     def ends_together(self) -> bool:

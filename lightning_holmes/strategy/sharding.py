@@ -4,69 +4,25 @@ found = test_optimizers(optimizers, device)                      # while groups 
 shards, note = shard_optimizer(options, found, ...)              # None: not sharded
 """
 
-import dis
-import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.optim.elementwise import Separability, flattened, step_seconds, test_separability
+from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
-from lightning_holmes.strategy.admission import code_of, overridden_hooks, users_callbacks
-
-_GRADIENT_HOOKS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "on_train_batch_end",
-    "on_train_batch_start",
-)
-"""Hooks in which ``p.grad`` can be read, from the backward to the next step."""
-_WITHOUT_GRADIENTS = frozenset(
-    [
-        "callback_metrics",
-        "current_epoch",
-        "global_rank",
-        "global_step",
-        "is_global_zero",
-        "is_last_batch",
-        "local_rank",
-        "log",
-        "log_dict",
-        "logged_metrics",
-        "logger",
-        "loggers",
-        "max_epochs",
-        "max_steps",
-        "node_rank",
-        "num_training_batches",
-        "print",
-        "progress_bar_metrics",
-        "sanity_checking",
-        "save_checkpoint",
-        "should_stop",
-        "train_dataloader",
-        "training",
-        "validating",
-        "world_size",
-    ]
-)
-"""Attributes of a trainer or a module that do not lead to gradients."""
+from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,20 +120,12 @@ def shard_optimizer(
     if refusal and asked:
         argument = "master_weights" if master_weights else "sharded_optimizer"
         raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
-    readers = list(gradient_readers(trainer))
+    readers = gradient_readers(trainer)
     choice = ShardingChoice(on=True, reason="asked for")
     if refusal:
         choice = ShardingChoice(on=False, reason=refusal)
     elif not asked:
         choice = _choose(found, optimizer, names, reducer, device, bool(readers), data_parallel_size, gather)
-    seeing_groups = [name for name, code in readers if _reads_group_params(code)]
-    if choice.on and seeing_groups:
-        if not asked:
-            return None, ShardingChoice(on=False, reason=f"since {seeing_groups[0]} reads param_groups' params")
-        rank_zero_warn(
-            f"{seeing_groups[0]} reads the params of the optimizer's groups, which hold this replica's shards now; read the "
-            f"module's parameters, or use sharded_optimizer=False"
-        )
     if not choice.on:
         return None, choice
     reducer.lay_out()
@@ -203,13 +151,13 @@ def shard_optimizer(
     if found.level == "parameters":
         reason += f"; by whole parameters, since {found.reason}"
     elif readers:
-        reason += f"; gradients stay whole on each replica for {readers[0][0]}"
+        reason += f"; gradients stay whole on each replica for {readers[0]}"
     if master_weights:
         reason += "; with fp32 master weights"
     return shards, ShardingChoice(on=True, reason=reason)
 
 
-def keeps_masters(options: ShardingOptions, module: nn.Module) -> bool:
+def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
     """Whether the optimizer steps fp32 weights beside the parameters."""
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
     if options.master_weights and not low:
@@ -225,51 +173,31 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer")
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             return f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains"
+        if isinstance(callback, ModelPruning):
+            return f"the callback {type(callback).__name__} gives parameters other memory while the module trains"
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         return "it has complex parameters"
     return ""
 
 
-def gradient_readers(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
-    """The hooks of the user that may read gradients of the module's parameters: name and function."""
-    for name, hook in overridden_hooks(trainer.lightning_module, users_callbacks(trainer), _GRADIENT_HOOKS):
-        if _may_reach_gradients(hook):
-            yield name, hook
+def gradient_readers(trainer: "pl.Trainer") -> list[str]:
+    """The hooks of the user between the backward and the step, which may read gradients; in others tripwires.py sees it."""
+    callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    found = overridden_hooks(trainer.lightning_module, callbacks, GRADIENT_HOOKS)
+    return [f"{type(owner).__name__}.{hook}" for owner, hook in found]
 
 
-def _may_reach_gradients(hook: Any) -> bool:
-    """Whether a hook's code does anything with trainer, module or optimizer but read what holds no gradients."""
-    code = code_of(hook)
-    if code is None or code.co_freevars or code.co_cellvars or "grad" in code.co_names:
-        return True
-    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
-    harmless = {"outputs", "batch", "batch_idx", "epoch"}
-    owner = getattr(hook, "__self__", None)
-    if isinstance(owner, pl.Callback):
-        if any(isinstance(kept, nn.Module | nn.Parameter | Optimizer) for kept in flattened(vars(owner), depth=4)):
-            return True  # what it has kept, in setup for example, needs no argument
-        harmless.add(named[0])
-    watched = set(named) - harmless
-    instructions = list(dis.get_instructions(code))
-    for instruction, following in itertools.zip_longest(instructions, instructions[1:]):
-        if not instruction.opname.startswith("LOAD_FAST"):
-            continue
-        if isinstance(instruction.argval, tuple):  # Python 3.13 loads two at once
-            if watched.intersection(instruction.argval):
-                return True
-        elif instruction.argval in watched and not (
-            following is not None
-            and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            and following.argval in _WITHOUT_GRADIENTS
-        ):
-            return True
-    return False
-
-
-def _reads_group_params(hook: Any) -> bool:
-    code = code_of(hook)
-    return code is not None and "param_groups" in code.co_names and "params" in code.co_consts
+def hidden_in_hooks(shards: ShardedOptimizer | None, *, shards_parameters: bool) -> dict[str, str]:
+    """What of parameters ("value", "grad") hooks of the user cannot see whole, and why, for Tripwires."""
+    if shards_parameters:
+        why = "each replica holds a share of it between steps; use sharded_parameters=False"
+        return {"value": why, "grad": why}
+    if shards is None or shards.whole_gradients:
+        return {}
+    return {
+        "grad": "the optimizer is sharded, and each replica has the sums of its own share: read it in "
+        "on_before_optimizer_step, for which they are kept whole, or use sharded_optimizer=False"
+    }
 
 
 def _choose(

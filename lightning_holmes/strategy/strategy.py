@@ -441,7 +441,8 @@ class HolmesStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole batch, forward and backward, through the pipeline; gradients stay with the strategy."""
-        return self._training.training_step(*args, *kwargs.values())
+        with self._training.lifted():
+            return self._training.training_step(*args, *kwargs.values())
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._latest_run.evaluation_step("validation_step", *args, *kwargs.values())
@@ -455,7 +456,8 @@ class HolmesStrategy(ParallelStrategy):
     def synchronise_module_state(self) -> None:
         """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
         if self._run is not None and self._run.is_open:
-            self._run.synchronise_module_state()
+            with self._lifted():
+                self._run.synchronise_module_state()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -471,7 +473,8 @@ class HolmesStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._training.hand_over()
+        with self._training.lifted():
+            self._training.hand_over()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         self._training.absorb()
@@ -479,13 +482,15 @@ class HolmesStrategy(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As Lightning does; a monitored run notes the time from the gradients to the end of the optimizer's step."""
-        with self._training.noting_update(closure) as noted:
+        with self._training.lifted(), self._training.noting_update(closure) as noted:
             return super().optimizer_step(optimizer, noted, model, **kwargs)
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
-        return self._training.gradients.host.norm(parameters)
+        parameters = list(parameters)
+        with self._lifted():
+            return self._training.gradients.host.norm(parameters)
 
     def start_monitoring(self) -> StepClock:
         """Note from now on when this rank computes, waits and communicates."""
@@ -502,6 +507,10 @@ class HolmesStrategy(ParallelStrategy):
         if self.world_size > 1 and self._run is not None and self._run.is_inside_part:
             raise UnsupportedModuleError(describe_collective("a step", name))
 
+    def _lifted(self) -> AbstractContextManager[None]:
+        """Around what needs all ranks, which a hook of the user may ask for: see tripwires.py."""
+        return nullcontext() if self._run is None or not self._run.is_open else self._run.lifted()
+
     @property
     def _replicas(self) -> Any:
         """The group of this rank's replicas, or None."""
@@ -510,11 +519,13 @@ class HolmesStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
             self._refuse_in_parts("barrier")
-            collectives.barrier(self.root_device)
+            with self._lifted():
+                collectives.barrier(self.root_device)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         self._refuse_in_parts("broadcast")
-        return collectives.broadcast(obj, src)
+        with self._lifted():
+            return collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
@@ -530,7 +541,8 @@ class HolmesStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_in_parts("reduce_boolean_decision")
-        return collectives.decide(decision, all=all, device=self.root_device)
+        with self._lifted():
+            return collectives.decide(decision, all=all, device=self.root_device)
 
     # checkpoints
 
@@ -552,19 +564,22 @@ class HolmesStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
         ours = self._checkpoints
-        return super().lightning_module_state_dict() if ours is None else ours.module_state()
+        with self._lifted():
+            return super().lightning_module_state_dict() if ours is None else ours.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
         numbered as plain Lightning does: then all ranks must call."""
         ours = self._checkpoints
-        return super().optimizer_state(optimizer) if ours is None else ours.optimizer_state(optimizer)
+        with self._lifted():
+            return super().optimizer_state(optimizer) if ours is None else ours.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
         ours = self._checkpoints
         if ours is not None:
-            ours.save(checkpoint, filepath, storage_options)
+            with self._lifted():
+                ours.save(checkpoint, filepath, storage_options)
         elif self._options.save_distributed_checkpoint is not True:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:

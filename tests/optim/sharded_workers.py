@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.checkpoint.plain import parameter_group_names
 from lightning_holmes.comm.queue import CommQueue, make_comm_queue
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import GradBuffer
@@ -141,7 +140,8 @@ def divide(
     module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
 ) -> tuple[GradBuffer, CommQueue, ShardedOptimizer]:
     """``optimizer`` over four replicas, with a buffer that has the parameters in this order, laid out."""
-    groups = parameter_group_names(module, optimizer)
+    names = {id(p): n for n, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     buffer = GradBuffer(parameters, flat=True, data_parallel_size=4, bucket_bytes=200)
     buffer.begin()
     buffer.end()

@@ -99,9 +99,22 @@ class OtherDropout(Classifier):
         self.blocks[1] = nn.Sequential(Block(), nn.Dropout(0.1 * RANK))
 
 
-class ClipsByHand(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+class Reads(pl.Callback):
+    """Reads a gradient once those of a batch have been used."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen = [p.grad for p in pl_module.parameters()]
+
+
+class Quiet(pl.Callback):
+    """On rank 0 only, as people do for what prints."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.steps = trainer.global_step
+
+
+def _on_rank_0(setting: Setting, callback: pl.Callback) -> None:
+    _fit(setting, trainer={"callbacks": [callback] if RANK == 0 else []})
 
 
 class ByTheWholeNorm(torch.optim.SGD):
@@ -210,9 +223,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),
     "other class": (lambda s: _fit(s, Classifier if RANK == 0 else Reentrant), ("Classifier", "Reentrant")),
     "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
-    "clips in a hook": (
-        lambda s: _fit(s, ClipsByHand),
-        ("ClipsByHand.on_before_optimizer_step", "torch.nn.utils", "gradient_clip_val"),
+    "a hook on one rank": (lambda s: _on_rank_0(s, Quiet()), ()),
+    "gradients after a sharded step": (
+        lambda s: _fit(s, pipeline_parallel_size=1, sharded_optimizer=True, trainer={"callbacks": [Reads()]}),
+        ("Reads.on_train_batch_end", "stem.weight", "on_before_optimizer_step", "sharded_optimizer=False"),
     ),
     "state before its time": (
         lambda s: _fit(s, BuiltWithoutMemory),

@@ -86,8 +86,7 @@ class WeightAverages(Replacements):
         pipeline, p2p = self._pipeline, self._p2p
         if p2p is None or p2p.size == 1:
             return dict(state)
-        first = {id(p): n for n, p in pipeline.module.named_parameters()}
-        keys = {key: first.get(id(v), key) for key, v in pipeline.module.state_dict(keep_vars=True).items()}
+        keys = {key: pipeline.name_of(v, key) for key, v in pipeline.module.state_dict(keep_vars=True).items()}
         mine = {k: v.detach().cpu() for k, v in state.items() if pipeline.is_owner(keys.get(k, k))}
         others = [rank for rank in range(p2p.size) if rank != p2p.rank]
         for rank in others:

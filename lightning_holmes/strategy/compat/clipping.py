@@ -1,10 +1,10 @@
 """Lightning's clipping, and what surrounds the hooks between backward and step, where the optimizer's host knows more.
 
-with clipping(trainer.precision_plugin, host): ...
+with clipping(trainer.precision_plugin, host, run.lifted): ...
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,15 +15,21 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 
 @contextmanager
-def clipping(plugin: Any, host: OptimizerHost) -> Iterator[None]:
+def clipping(plugin: Any, host: OptimizerHost, lifted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Inside, ``plugin`` clips by the norm over all stages, and hooks between backward and step see whole gradients where
-    they read them, and change them."""
+    they read them, and change them.
+
+    Args:
+        lifted: around what the host does where a hook has called for it (tripwires.py).
+    """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        host.clip_by_norm(plugin.main_params(optimizer), clip_val)
+        with lifted():
+            host.clip_by_norm(plugin.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        host.clip_by_value(plugin.main_params(optimizer), clip_val)
+        with lifted():
+            host.clip_by_value(plugin.main_params(optimizer), clip_val)
 
     with Replacements() as run:
         run.replace(plugin, clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)

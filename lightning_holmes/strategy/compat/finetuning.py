@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_holmes import checkpoint
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.agreement import content_of
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -57,7 +58,7 @@ class ParameterGroups(Replacements):
         """Take out of the groups what this rank does not hold, with its states. Once, when that is known."""
         local = self._pipeline.local_parameters
         for index, optimizer in enumerate(self._optimizers):
-            self._names[index] = checkpoint.parameter_group_names(self._pipeline.module, optimizer)
+            self._names[index] = checkpoint.parameter_group_names(self._pipeline, optimizer)
             checkpoint.keep_local_parameters(optimizer.param_groups, self._names[index], local)
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in held]:
@@ -69,7 +70,7 @@ class ParameterGroups(Replacements):
         index = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
         known = len(self._names[index])
         if len(optimizer.param_groups) > known:
-            added = checkpoint.parameter_group_names(self._pipeline.module, optimizer, known)
+            added = checkpoint.parameter_group_names(self._pipeline, optimizer, known)
             self._names[index] = [*self._names[index], *added]
             checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
         return self._names[index]
@@ -93,7 +94,7 @@ class ParameterGroups(Replacements):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the groups hold all parameters of the module, and may be changed, alike on all ranks."""
-        parameters = dict(self._pipeline.module.named_parameters())
+        parameters = self._pipeline.parameters
         for optimizer in self._optimizers:
             for group, names in zip(optimizer.param_groups, self.names_of(optimizer), strict=True):
                 group["params"] = [parameters[name] for name in names]
@@ -105,10 +106,38 @@ class ParameterGroups(Replacements):
                 yield
         finally:
             for index, optimizer in enumerate(self._optimizers):
-                self._names[index] = checkpoint.parameter_group_names(self._pipeline.module, optimizer)
+                self._names[index] = checkpoint.parameter_group_names(self._pipeline, optimizer)
                 checkpoint.keep_local_parameters(
                     optimizer.param_groups, self._names[index], self._pipeline.local_parameters
                 )
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, the groups show all parameters of the module, whatever the optimizer steps in their place.
+
+        Raises:
+            UnsupportedModuleError: somebody has put others into a group, or taken some out.
+        """
+        named = [(o, g, n) for o in self._optimizers for g, n in zip(o.param_groups, self.names_of(o), strict=True)]
+        held = [(group["params"], group.get("param_names")) for _, group, _ in named]
+        shown = [[self._pipeline.parameters[name] for name in names] for _, _, names in named]
+        for (_, group, names), parameters in zip(named, shown, strict=True):
+            group["params"] = list(parameters)
+            if "param_names" in group:
+                group["param_names"] = list(names)
+        try:
+            yield
+            for (optimizer, group, _), parameters in zip(named, shown, strict=True):
+                if list(map(id, group["params"])) != list(map(id, parameters)):
+                    raise UnsupportedModuleError(
+                        f"a hook has changed which parameters are in a group of {type(optimizer).__name__} while the module "
+                        f"trains; add a group by optimizer.add_param_group, or switch parameters by requires_grad_"
+                    )
+        finally:
+            for (_, group, _), (parameters, param_names) in zip(named, held, strict=True):
+                group["params"] = parameters
+                if param_names is not None:
+                    group["param_names"] = param_names
 
     def _filter_on_optimizer(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Lightning's, which passes over parameters that are equal to one that the optimizer has: by their values, which
@@ -126,7 +155,7 @@ class ParameterGroups(Replacements):
 
     def _values(self) -> dict[int, str]:
         """A digest of each parameter of the module, by identity."""
-        parameters = dict(self._pipeline.module.named_parameters())
+        parameters = self._pipeline.parameters
         mine = {
             name: f"{tuple(p.shape)} {p.dtype} {content_of(p)}"
             for name, p in parameters.items()

@@ -1,13 +1,15 @@
 """Lightning's ``grad_norm`` where a rank has the gradients of its own stages only.
 
-People import the function into their own files, so it is exchanged there while a pipeline fits. Every rank must call it
-(in a hook that runs on all of them, as on_before_optimizer_step does).
+People import the function into files of their own, so it is exchanged there while a pipeline fits; where it is not found
+so, tripwires.py brings all gradients, which is exact, too, and sends more. Every rank must call it (in a hook that runs
+on all of them, as on_before_optimizer_step does).
 
-    with GradNormExchange([module, *callbacks], pipeline, group): ...
+    with GradNormExchange(pipeline, group, run.lifted): ...
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,25 +26,26 @@ class GradNormExchange(Replacements):
     """Inside, a ``grad_norm`` over all stages stands in place of Lightning's wherever the user's code has it.
 
     Args:
-        users: the module, callbacks: objects whose classes' files may have imported it.
         group: the ranks of the pipeline.
+        lifted: around what is done where a hook has called for it.
     """
 
-    def __init__(self, users: Iterable[Any], pipeline: PipelineModule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        group: dist.ProcessGroup,
+        lifted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
-        files = {parent.__module__ for user in users for parent in type(user).__mro__}
-        files |= {part.__module__ for part in map(type, pipeline.module.modules())}
-        files |= {"lightning.pytorch.utilities", "lightning.pytorch.utilities.grads", "__main__"}
-        self._files = sorted(
-            name for name in files if not name.startswith(("torch.", "lightning_holmes.strategy.compat.grad_norm"))
-        )
         self._pipeline = pipeline
         self._group = group
+        self._lifted = lifted
 
     def __enter__(self) -> Self:
-        for module in [sys.modules[file] for file in self._files if file in sys.modules]:
-            names = [name for name, value in vars(module).items() if value is lightnings_grad_norm]
-            self.replace(module, **dict.fromkeys(names, self.grad_norm))
+        for module in list(sys.modules.values()):
+            names = [name for name, value in list(vars(module).items()) if value is lightnings_grad_norm]
+            if names and module.__name__ != __name__:
+                self.replace(module, **dict.fromkeys(names, self.grad_norm))
         return self
 
     def grad_norm(
@@ -52,16 +55,15 @@ class GradNormExchange(Replacements):
         norm_type = float(norm_type)
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type!r}: give a positive number or 'inf' (infinity norm)")
-        names = {id(p): n for n, p in self._pipeline.module.named_parameters()}
         parameters = dict(module.named_parameters())
-        mine = {
-            name: float(parameter.grad.data.norm(norm_type))
-            for name, parameter in parameters.items()
-            if parameter.grad is not None
-            and (id(parameter) not in names or self._pipeline.is_owner(names[id(parameter)]))
-        }
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        with self._lifted():
+            mine = {
+                name: float(parameter.grad.data.norm(norm_type))
+                for name, parameter in parameters.items()
+                if parameter.grad is not None and self._owns(parameter)
+            }
+            everyone: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, mine, group=self._group)
         found = {name: value for norms in everyone for name, value in norms.items()}
         norms = {
             f"grad_{norm_type}_norm{group_separator}{name}": torch.tensor(found[name])
@@ -71,3 +73,8 @@ class GradNormExchange(Replacements):
         if norms:
             norms[f"grad_{norm_type}_norm_total"] = torch.tensor(list(norms.values())).norm(norm_type)
         return norms
+
+    def _owns(self, parameter: nn.Parameter) -> bool:
+        """Whether it counts on this rank; one that is none of the module's counts everywhere."""
+        name = self._pipeline.name_of(parameter, "")
+        return not name or self._pipeline.is_owner(name)

@@ -1,0 +1,353 @@
+"""Tripwires: what the user's hooks read of parameters and their gradients is what plain Lightning has there.
+
+A rank holds the parameters of its own stages. While a hook of the user runs, torch tells of each operation that would
+read a parameter or a ``.grad``, from whichever file or kept object it comes. The first such operation brings it from
+the rank that has it, the second one all that is left; after the hook other stages' parameters are placeholders again.
+The optimizer's groups show all parameters meanwhile. So a norm, a ranking or a copy made in a hook is that of the whole
+module. What a hook changes, it changes on the rank whose stage it is.
+
+Bringing takes all ranks of a pipeline, and a hook may read on one of them only (``if trainer.is_global_zero``). So in
+rounds each rank says what it wants, and what anyone wants is brought to all; at the end of a hook, and before it
+calls a collective of the strategy, a rank goes on taking part until nobody wants anything.
+
+Not watched: Lightning's own callbacks, but for pruning, which ranks all parameters; hooks of data; what runs before the
+strategy is set up. Where the user has no hooks, nothing is wrapped.
+
+    with Tripwires(trainer, pipeline, job, rank_of=plan.rank_of, groups=parameter_groups) as tripwires:
+        ...
+        with tripwires.lifted():        # around the strategy's own work inside of a hook
+            optimizer.step()
+"""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
+from lightning_holmes.optim.param_gather import READS_NO_VALUE
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.compat.finetuning import ParameterGroups
+from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
+
+TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
+_UNWATCHED = ("on_exception", "on_load_checkpoint", "on_before_batch_transfer", "on_after_batch_transfer")
+_BASES = (pl.LightningModule, pl.Callback)
+_WATCHED = {
+    *(n for base in _BASES for n in dir(base) if n.startswith("on_") and callable(getattr(base, n))),
+    *(*GRADIENT_HOOKS, "lr_scheduler_step", "optimizer_zero_grad"),
+} - set(_UNWATCHED)
+_READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
+    *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")),
+    *(getattr(Tensor, f"new_{name}") for name in ("empty", "full", "ones", "zeros")),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+    Tensor.grad.__delete__,  # type: ignore[union-attr]
+}
+_ALL = "*"
+Wish = tuple[str, str]
+"""What a rank wants: "value" or "grad", and the name of a parameter or ``_ALL``."""
+
+
+class _Hook:
+    """A hook that runs, by its ``name`` for messages.
+
+    Attributes:
+        hidden: as for Tripwires.
+        is_split: other stages have parameters that this rank has not.
+        meets: all ranks of the pipeline run it.
+        brought: the values and gradients that every rank has by now.
+        arming: what is in place while the user's code runs; None while the strategy's own does.
+    """
+
+    def __init__(
+        self, name: str, *, hidden: Mapping[str, str], is_split: bool, meets: bool, shows_groups: bool
+    ) -> None:
+        self.name = name
+        self.hidden = hidden
+        self.is_split = is_split
+        self.meets = meets
+        self.shows_groups = shows_groups
+        self.brought: set[Wish] = set()
+        self.arming: ExitStack | None = None
+
+
+class _Watch(TorchFunctionMode):
+    """Tells which of the parameters that it knows an operation would read: "value" or "grad", and their names."""
+
+    def __init__(self, names: Mapping[int, str], tell: Callable[[str, list[str]], None]) -> None:
+        super().__init__()
+        self._names = names
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _READ_NOTHING:
+            names = [self._names[id(t)] for t in _tensors((*args, *kwargs.values())) if id(t) in self._names]
+            if names and func != _READ_GRAD:
+                self._tell("value", names)
+            elif names and sys._getframe(1).f_code.co_name != "zero_grad":  # which looks only whether there is one
+                self._tell("grad", names)
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+class Tripwires(Replacements):
+    """Inside, the user's hooks on this rank see the whole module. All ranks enter, together.
+
+    Args:
+        pipeline: this rank's part of the module.
+        rank_of: the pipeline rank of a stage.
+        groups: those of a fit's optimizers.
+        hidden: gives for "value" and "grad", where no rank has it whole at this moment: why, and what to do.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        pipeline: PipelineModule,
+        job: Job,
+        *,
+        rank_of: Callable[[int], int],
+        groups: ParameterGroups | None = None,
+        hidden: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._pipeline = pipeline
+        self._job = job
+        self._rank_of = rank_of
+        self._groups = groups
+        self._hidden = hidden
+        self._hook: _Hook | None = None
+        self._brought = ExitStack()  # puts placeholders back
+        self._told: set[str] = set()
+
+    def __enter__(self) -> Self:
+        if self._job.connection.world_size == 1:
+            return self
+        module: Any = self._trainer.lightning_module
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = [*users_callbacks(callbacks), *(c for c in callbacks if type(c) is ModelPruning)]
+        found = list(overridden_hooks(module, callbacks, sorted(_WATCHED)))
+        keys = _numbered([f"{type(owner).__name__}.{hook}" for owner, hook in found])
+        everywhere = set(keys).intersection(*self._job.connection.all_gather(keys))
+        of_module = {}
+        for (owner, hook), key in zip(found, keys, strict=True):
+            if owner is module:
+                of_module[hook] = key in everywhere
+            else:
+                self.replace(owner, **{hook: self._watched(owner, hook, meets=key in everywhere)})
+        if of_module:
+            self._watch_module(module, of_module)
+        return self
+
+    def _watched(self, owner: Any, name: str, *, meets: bool) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._inside(owner, name, meets=meets):
+                return hook(*args, **kwargs)
+
+        return run
+
+    def _watch_module(self, module: Any, hooks: Mapping[str, bool]) -> None:
+        """Where Lightning calls them: functions on the module would be copied and pickled with it."""
+        trainer, calls = self._trainer, hook_calls()
+        own = getattr(calls, MODULE_HOOK)
+
+        @functools.wraps(own)
+        def call(caller: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+            watched = caller is trainer and hook_name in hooks
+            with self._inside(module, hook_name, meets=hooks[hook_name]) if watched else nullcontext():
+                return own(caller, hook_name, *args, **kwargs)
+
+        self.replace(calls, **{MODULE_HOOK: call})
+
+    # around a hook
+
+    @contextmanager
+    def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
+        outer = self._hook
+        is_split, hidden = self._pipeline.num_stages > 1, self._hidden()
+        nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
+        if nested or not (is_split or hidden):
+            yield
+            return
+        self._hook = hook = _Hook(
+            f"{type(owner).__name__}.{name}",
+            hidden=hidden,
+            is_split=is_split,
+            meets=meets and is_split and not self._job.connection.failed,
+            shows_groups=not isinstance(owner, BaseFinetuning),  # whose groups compat/finetuning.py shows, and keeps
+        )
+        try:
+            self._arm(hook)
+            try:
+                yield
+            finally:
+                self._disarm(hook)
+            self._settle(hook)
+        finally:
+            self._brought.close()
+            self._hook = outer
+
+    def _arm(self, hook: _Hook) -> None:
+        with ExitStack() as stack:
+            if self._groups is not None and hook.shows_groups:
+                stack.enter_context(self._groups.shown())
+            stack.enter_context(_Watch(self._pipeline.names, self._on_read))
+            hook.arming = stack.pop_all()
+
+    def _disarm(self, hook: _Hook) -> None:
+        arming, hook.arming = hook.arming, None
+        if arming is not None:
+            arming.close()
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Inside, all is as the strategy's own work needs it. In a hook of the user all ranks must call."""
+        hook = self._hook
+        return nullcontext() if hook is None or hook.arming is None else self._lifted(hook)
+
+    @contextmanager
+    def _lifted(self, hook: _Hook) -> Iterator[None]:
+        self._disarm(hook)
+        self._settle(hook)
+        self._brought.close()
+        hook.brought.clear()
+        try:
+            yield
+        finally:
+            self._arm(hook)
+
+    # what is read, and brought
+
+    def _on_read(self, kind: str, names: list[str]) -> None:
+        """An operation would read these parameters, or their gradients."""
+        hook = self._hook
+        assert hook is not None
+        what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
+        if kind in hook.hidden:
+            raise UnsupportedModuleError(f"{hook.name} reads {what}, but {hook.hidden[kind]}")
+        lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if hook.is_split else []
+        if not lacking:
+            return
+        if not hook.meets:
+            raise UnsupportedModuleError(
+                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages, but not all of them have this hook: add the callback on every rank"
+            )
+        more = len(lacking) > 1 or any(brought == kind for brought, _ in hook.brought)
+        if more:
+            self._tell_cost(hook, kind)
+        self._round(hook, {(kind, _ALL if more else lacking[0])})
+
+    def _tell_cost(self, hook: _Hook, kind: str) -> None:
+        if hook.name in self._told:
+            return
+        self._told.add(hook.name)
+        size = sum(p.numel() * p.element_size() for p in self._pipeline.parameters.values()) / 2**20
+        what, cure = "parameters", ""
+        if kind == "grad":
+            what, cure = "gradients", "; Trainer(gradient_clip_val=...) and lightning's grad_norm send numbers only"
+        rank_zero_warn(
+            f"{hook.name} reads the module's {what}: those of all stages, {size:.1f} MiB, are brought to every rank whenever it "
+            f"does{cure}"
+        )
+
+    def _settle(self, hook: _Hook) -> None:
+        """Take part until no rank of the pipeline wants anything."""
+        while hook.meets and self._round(hook, set()):
+            pass
+
+    def _round(self, hook: _Hook, wishes: set[Wish]) -> set[Wish]:
+        """Bring what any rank wants; what that was. All ranks of the pipeline call."""
+        with self._job.explaining():
+            everyone = self._exchange(TOPIC_WISHES, sorted(wishes))
+            wanted = {(kind, name) for of_rank in everyone for kind, name in of_rank}
+            for kind, bring in (("value", self._bring_values), ("grad", self._bring_gradients)):
+                names = {name for of_kind, name in wanted if of_kind == kind}
+                if _ALL in names:
+                    names = set(self._pipeline.parameters)
+                names -= {name for of_kind, name in hook.brought if of_kind == kind}
+                with torch.no_grad():
+                    bring([name for name in self._pipeline.parameters if name in names])
+                hook.brought |= {(kind, name) for name in names}
+            hook.brought |= wanted
+            return wanted
+
+    def _exchange(self, topic: int, mine: Any) -> list[Any]:
+        """What each rank of the pipeline gives, this one's among them."""
+        p2p = self._job.groups.p2p
+        assert p2p is not None
+        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
+        for rank in others:
+            p2p.send_message(rank, topic, mine)
+        found = [mine, *(p2p.receive_message(rank, topic) for rank in others)]
+        p2p.finish()
+        return found
+
+    def _from_owner(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` on the rank that holds the parameter, on all ranks; those of others give its shape and type."""
+        source = self._rank_of(self._pipeline.owner_stage(name))
+        owns = source == self._job.groups.pipeline_rank
+        data = tensor.contiguous() if owns else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        dist.broadcast(data, group=self._job.groups.pipeline, group_src=source)
+        return data
+
+    def _bring_values(self, names: list[str]) -> None:
+        for name in names:
+            parameter = self._pipeline.parameters[name]
+            part = dtensor.local_part(parameter).detach()
+            data = self._from_owner(name, part)
+            if name not in self._pipeline.local_parameters:
+                dtensor.replace_local(parameter, data)
+                self._brought.callback(dtensor.replace_local, parameter, part)
+
+    def _bring_gradients(self, names: list[str]) -> None:
+        if not names:
+            return
+        parameters = self._pipeline.parameters
+        mine = [n for n in names if self._pipeline.is_owner(n) and parameters[n].grad is not None]
+        present = set().union(*self._exchange(TOPIC_GRADIENTS, mine))
+        for name in names:
+            if name not in present:
+                continue
+            parameter = parameters[name]
+            like = dtensor.local_part(parameter if parameter.grad is None else parameter.grad).detach()
+            data = self._from_owner(name, like)
+            if name not in self._pipeline.local_parameters:
+                parameter.grad = dtensor.like(data, parameter)
+                self._brought.callback(setattr, parameter, "grad", None)
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Each with how often it has come before, so that none is there twice."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        found.append(f"{name} {seen[name]}")
+        seen[name] += 1
+    return found

@@ -1,0 +1,55 @@
+"""Which hooks of a run the user has written: those that the module or a callback has of its own.
+
+for owner, hook in overridden_hooks(module, callbacks):       # (module, "on_after_backward"), ...
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
+"""Between the backward and the optimizer's step."""
+BATCH_HOOKS = {
+    "training_step": (
+        "on_train_batch_end",
+        "on_train_batch_start",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "lr_scheduler_step",
+        "optimizer_zero_grad",
+        *GRADIENT_HOOKS,
+    ),
+    "validation_step": ("on_validation_batch_end", "on_validation_batch_start"),
+    "test_step": ("on_test_batch_end", "on_test_batch_start"),
+    "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
+}
+"""Called with each batch of a step."""
+
+
+def users_callbacks(callbacks: Iterable["pl.Callback"]) -> list["pl.Callback"]:
+    """The callbacks whose hooks the user has written."""
+    libraries = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
+    return [c for c in callbacks if isinstance(c, LambdaCallback) or not type(c).__module__.startswith(libraries)]
+
+
+def overridden_hooks(
+    module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], hooks: Iterable[str]
+) -> Iterator[tuple[Any, str]]:
+    """Those of ``hooks`` that the module, then each of ``callbacks``, has of its own: whose, and its name."""
+    hooks = tuple(hooks)
+    owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+    for owner, base in owners:
+        for hook in hooks:
+            if hasattr(base, hook) and is_overridden(hook, owner, base):
+                yield owner, hook
+
+
+def hooks_that_read_state(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> frozenset[str]:
+    """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
+    callbacks = users_callbacks(callbacks)
+    return frozenset(step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks)))

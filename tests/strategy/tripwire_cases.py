@@ -1,0 +1,212 @@
+"""Hooks as people write them, which read and change parameters and gradients of the whole module; run plainly and by the
+strategy on every rank, as the cases of strategy_cases.py."""
+
+import copy
+import logging
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning
+from strategy_cases import Classifier, Setting, build, samples
+from torch import nn
+from tripwire_helpers import TOOLS, clip, largest, norm_by_hand, prune
+
+from lightning_holmes.checkpoint import read_state_dict
+
+
+class Plain(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+def fit(setting: Setting, cls: Any = Plain, *callbacks: Callback, **options: Any) -> tuple[pl.Trainer, Any]:
+    module = build(cls)
+    trainer = setting.trainer(**{"callbacks": list(callbacks), "max_epochs": 2} | options)
+    trainer.fit(module, setting.loader(samples()))
+    return trainer, module
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class ClipsInHook(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = [*getattr(self, "norms", ()), clip(self.parameters(), 0.1)]
+
+
+class ClipsGroups(Plain):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for group in optimizer.param_groups:
+            clip(group["params"], 0.1)
+
+
+class ClipsTwice(Plain):
+    """By the strategy and by hand, and looks at what came of it."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        self.norms = [*getattr(self, "norms", ()), norm_by_hand(self.parameters()), clip(self.parameters(), 0.15)]
+
+
+class Steps(Plain):
+    """Runs the closure itself, and leaves out steps by what it sees."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.seen = [*getattr(self, "seen", ()), largest(self)]
+        if batch_idx == 1:
+            optimizer_closure()
+            if norm_by_hand(self.parameters()) > 0.01:
+                return
+        optimizer.step(closure=optimizer_closure)
+        self.seen.append(norm_by_hand(self.parameters()))
+
+
+class KeepsTrainer(Callback):
+    """Needs no argument of its hooks."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.trainer = trainer
+        self.norms: list[float] = []
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.norms.append(clip(self.trainer.lightning_module.parameters(), 0.1))
+
+
+class Norms(Callback):
+    """Reads on one rank only, and then waits for the others."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.is_global_zero:
+            self.found.append({n: float(v) for n, v in TOOLS["norms"](pl_module, 2).items()})
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            self.found.append([float(p.norm()) for g in optimizer.param_groups for p in g["params"]])
+
+
+class Average(Callback):
+    """An average of weights by hand, begun by a copy of the module."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copy = copy.deepcopy(pl_module)
+        self.state = {n: v.clone() for n, v in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
+                mine.lerp_(theirs, 0.3)
+
+
+class Clamps(Plain):
+    """Bounds one parameter after each step, as CLIP does, and saves in a hook."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.head.bias.data.clamp_(-0.01, 0.01)
+
+    def on_train_epoch_end(self) -> None:
+        prune(self, 0.3)
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "inside.ckpt")
+        self.seen = largest(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["largest"] = largest(self)
+
+
+class Whitens(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def case_clips_in_a_helper(setting: Setting) -> Any:
+    _, module = fit(setting, ClipsInHook)
+    return {"norms": module.norms, "weights": weights(module)}
+
+
+def case_clips_groups(setting: Setting) -> Any:
+    return weights(fit(setting, ClipsGroups)[1])
+
+
+def case_clips_twice(setting: Setting) -> Any:
+    _, module = fit(setting, ClipsTwice)
+    return {"norms": module.norms, "weights": weights(module)}
+
+
+def case_steps_by_what_it_sees(setting: Setting) -> Any:
+    _, module = fit(setting, Steps)
+    return {"seen": module.seen, "weights": weights(module)}
+
+
+def case_a_callback_that_keeps_the_trainer(setting: Setting) -> Any:
+    callback = KeepsTrainer()
+    _, module = fit(setting, Plain, callback)
+    return {"norms": callback.norms, "weights": weights(module)}
+
+
+def case_reads_on_one_rank(setting: Setting) -> Any:
+    callback = Norms()
+    _, module = fit(setting, Plain, callback)
+    return {"on rank 0": callback.found, "weights": weights(module)}
+
+
+def case_averages(setting: Setting) -> Any:
+    callback = Average()
+    _, module = fit(setting, Plain, callback)
+    return {"average": weights(callback.copy), "state": callback.state, "weights": weights(module)}
+
+
+def case_clamps_and_prunes(setting: Setting) -> Any:
+    trainer, module = fit(setting, Clamps)
+    path = Path(str(trainer.default_root_dir)) / "inside.ckpt"
+    return {"seen": module.seen, "saved": dict(read_state_dict(path)), "weights": weights(module)}
+
+
+def case_lambdas(setting: Setting) -> Any:
+    found: list[Any] = []
+    callback = LambdaCallback(on_train_epoch_end=lambda _, module: found.append(largest(module)))
+    _, module = fit(setting, Plain, callback)
+    return {"found": found, "weights": weights(module)}
+
+
+def case_prunes(setting: Setting) -> Any:
+    """Lightning's callback, which ranks all weights and renames them; saved while they have their new names."""
+    found = {}
+    for name, options in (("global", {}), ("kept", {"make_pruning_permanent": False})):
+        folder = setting.folder / name
+        keep = ModelCheckpoint(folder, save_last=True, every_n_epochs=1)
+        pruning = ModelPruning("l1_unstructured", amount=0.3, **options)  # type: ignore[arg-type]
+        _, module = fit(setting, Plain, pruning, keep, max_epochs=3, enable_checkpointing=True)
+        found[name] = {"weights": weights(module), "saved": dict(read_state_dict(Path(keep.last_model_path)))}
+    return found
+
+
+def case_company(setting: Setting) -> Any:
+    """A loss that depends on which samples are together, with the default number of microbatches."""
+    if setting.holmes is not None:
+        setting.holmes = {k: v for k, v in setting.holmes.items() if k != "num_microbatches"}
+    return weights(fit(setting, Whitens)[1])
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+
+def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.INFO)
+    results: dict[str, Any] = {}
+    for name in payload["cases"]:
+        setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
+        try:
+            results[name] = CASES[name](setting)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            print(results[name]["error"], flush=True)
+            break
+    return results
