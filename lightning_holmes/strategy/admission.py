@@ -4,7 +4,6 @@ Every check here is made before training, on all ranks alike.
 """
 
 import inspect
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +35,6 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
             f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
             f"gradients begin anew is then not known; remove one of them"
         )
-    if is_pipeline:
-        _warn_of_rank_guards(module)
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
             raise UnsupportedModuleError(
@@ -112,25 +109,6 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
-
-
-def _names_of(function: Any) -> tuple[str, ...]:
-    """The attributes and globals that the code of a function or method names, below its decorators."""
-    code: types.CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return () if code is None else code.co_names
-
-
-def _warn_of_rank_guards(module: "pl.LightningModule") -> None:
-    """A step that logs on one rank only: after the layers that rank does not run."""
-    for step_name in ("training_step", "validation_step", "test_step"):
-        names = set(_names_of(getattr(module, step_name)))
-        asked = sorted(names & {"is_global_zero", "global_rank", "local_rank"})
-        if asked and names & {"log", "log_dict"}:
-            rank_zero_warn(
-                f"{type(module).__name__}.{step_name} asks for {asked[0]} and logs: under a pipeline the last stage runs what "
-                f"is after the layers, which is not rank 0, and a log that only rank 0 makes is lost; log on all ranks, or "
-                f"with self.log(..., rank_zero_only=True)"
-            )
 
 
 @contextmanager

@@ -208,6 +208,13 @@ class HolmesStrategy(ParallelStrategy):
         return self.data_parallel_size > 1
 
     @property
+    def global_rank(self) -> int:
+        """This process's among all; in a step that stages run together, the replica's, as it is in DDP: who logs there on
+        rank 0 only would log on the stage that does not come so far."""
+        run = vars(self).get("_run")
+        return self.data_parallel_rank if run is not None and run.is_inside_part else super().global_rank
+
+    @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]

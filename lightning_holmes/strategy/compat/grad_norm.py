@@ -42,9 +42,10 @@ class GradNormExchange(Replacements):
         self._lifted = lifted
 
     def __enter__(self) -> Self:
-        for module in list(sys.modules.values()):
-            names = [name for name, value in list(vars(module).items()) if value is lightnings_grad_norm]
-            if names and module.__name__ != __name__:
+        for name, module in list(sys.modules.items()):
+            held = dict(getattr(module, "__dict__", {}))  # whatever stands for a module
+            names = [key for key, value in held.items() if value is lightnings_grad_norm]
+            if names and name != __name__:
                 self.replace(module, **dict.fromkeys(names, self.grad_norm))
         return self
 
