@@ -3,7 +3,6 @@
 Every check here is made before training, on all ranks alike.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -20,7 +20,7 @@ strategy is set up. Where the user has no hooks, nothing is wrapped.
 """
 
 import functools
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -101,9 +101,17 @@ class _Watch(TorchFunctionMode):
             names = [self._names[id(t)] for t in _tensors((*args, *kwargs.values())) if id(t) in self._names]
             if names and func != _READ_GRAD:
                 self._tell("value", names)
-            elif names and sys._getframe(1).f_code.co_name != "zero_grad":  # which looks only whether there is one
+            elif names and _caller() != "zero_grad":  # which looks only whether there is one
                 self._tell("grad", names)
         return func(*args, **kwargs)
+
+
+def _caller() -> str:
+    """The name of the function in which an operation stands that a mode sees."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = None if frame is None else frame.f_back
+    return "" if frame is None else frame.f_code.co_name
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -192,7 +200,8 @@ class Tripwires(Replacements):
     @contextmanager
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
         outer = self._hook
-        is_split, hidden = self._pipeline.num_stages > 1, self._hidden()
+        hidden, several = self._hidden(), self._job.placement.pipeline_parallel_size > 1
+        is_split = several and self._pipeline.num_stages > 1  # not before the first batch, which makes the plan
         nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
         if nested or not (is_split or hidden):
             yield

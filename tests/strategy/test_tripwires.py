@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tripwire_cases import CASES, run_cases
 from launch import launch
 from strategy_cases import differences
+from tripwire_cases import CASES, run_cases
 
 from lightning_holmes.strategy.tripwires import _Watch
 
