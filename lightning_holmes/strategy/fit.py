@@ -309,16 +309,16 @@ class Fit(Run):
         if not self.accumulates:
             self.gradients.host.absorb()
 
-    def _with_whole_module(self, act: Callable[[], _T]) -> _T:
+    def with_whole_module(self, act: Callable[[], _T]) -> _T:
         shards = self.stage_shards
         if shards is None:
-            return super()._with_whole_module(act)
+            return super().with_whole_module(act)
         found: list[_T] = []
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def run() -> None:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                found.append(super(Fit, self)._with_whole_module(act))
+                found.append(super(Fit, self).with_whole_module(act))
 
         with torch.inference_mode(False):
             shards.put(run)

@@ -126,7 +126,7 @@ class Run:
     def _learn_beside_plan(self, sample: StepSample) -> None:
         """Learn a step that the plan was made without. Where the stages lack what it needs, it runs on the whole module."""
         with self._learning():
-            found = self._with_whole_module(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
+            found = self.with_whole_module(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
         problem = self._problem_of(found.structure)
         if problem is not None:
             self._whole_steps.add(sample.step_name)
@@ -179,7 +179,7 @@ class Run:
             self.pipeline.install()
             self._state.watch()
 
-    def _with_whole_module(self, act: Callable[[], _T]) -> _T:
+    def with_whole_module(self, act: Callable[[], _T]) -> _T:
         """What ``act()`` gives while every rank of the pipeline has the whole module; all must call."""
         self.pipeline.uninstall()
         with torch.inference_mode(False):
@@ -337,7 +337,7 @@ class Run:
         )
         if step_name in self._whole_steps:
             alone = replace(request, exchange=None)  # nothing need be brought
-            result = self._with_whole_module(lambda: self._whole_driver.run(alone))
+            result = self.with_whole_module(lambda: self._whole_driver.run(alone))
         else:
             result = self.driver.run(request)
         if step_name in self._state_each_batch:
