@@ -212,12 +212,11 @@ class Connection:
         line = f"[rank {self.rank}] {one_line(said)}"
         if first is not None and first.rank != self.rank:
             own, others = one_line(said), first.words.splitlines()[0]
-            if isinstance(said, RemoteError) or (own == others and not isinstance(said, HolmesError)):
-                line = first.line(self.rank)
-            elif own == others:  # of a file that is not there, say: once is enough
+            line = first.line(self.rank)
+            if own == others and isinstance(said, HolmesError) and self.num_nodes == 1:
                 line = f"[rank {self.rank}] ends with the same {type(said).__name__} as rank {first.rank}"
-            else:
-                line = f"{first.line(self.rank)}; here {own}"
+            elif own != others and not isinstance(said, RemoteError):
+                line = f"{line}; here {own}"
             show_as(exception, line)
         elif first is None and isinstance(said, HolmesError) and is_lost(said):
             show_as(exception, line)  # nobody answers: the place in the code says less than this

@@ -11,6 +11,11 @@ from lightning_holmes.errors import ConfigurationError, ConnectionLostError, Rem
 from lightning_holmes.strategy.connection import Connection
 
 
+@pytest.fixture(autouse=True)
+def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)  # and put back what is set after it
+
+
 class Watch:
     def __init__(self, first: Failure | None) -> None:
         self.first = first
@@ -37,11 +42,18 @@ class Watch:
     ],
 )
 def test_only_the_rank_that_fails_first_shows_a_traceback(
-    exception: Exception, first: Failure | None, line: str | None, monkeypatch: pytest.MonkeyPatch
+    exception: Exception, first: Failure | None, line: str | None
 ) -> None:
-    monkeypatch.setattr("sys.excepthook", lambda *_: None)
     connection: Any = Connection.__new__(Connection)
-    connection.rank, connection.watch = 2, Watch(first)
+    connection.rank, connection.num_nodes, connection.watch = 2, 1, Watch(first)
     connection.report(exception, nullcontext)
     assert connection.failed and connection.watch is None
     assert line_of(exception) == (None if line is None else f"[rank 2] {line}")
+
+
+def test_each_host_has_the_words_since_it_may_have_a_log_of_its_own() -> None:
+    exception, connection = ConfigurationError("no file"), Connection.__new__(Connection)
+    connection.rank, connection.num_nodes = 2, 2
+    connection.watch = Watch(Failure(0, "ConfigurationError: no file"))  # type: ignore[assignment]
+    connection.report(exception, nullcontext)
+    assert line_of(exception) == "[rank 2] ends, because rank 0 failed: ConfigurationError: no file"
