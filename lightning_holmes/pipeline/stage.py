@@ -62,6 +62,7 @@ class _Passing:
     output: Any = None
 
 
+_MOST_BLANKS = 4096
 _disable: Any = torch.compiler.disable  # which has no types
 
 
@@ -123,6 +124,7 @@ class PipelineModule:
         self.module = module
         self.device = device
         self.current: StageRun | None = None
+        self._blanks: dict[tuple[str, int, tuple[int, ...]], list[Tensor]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self.divide(structure, partition, stages)
 
@@ -351,8 +353,11 @@ class PipelineModule:
         """Placeholders of the traced shapes, with the traced lengths replaced by those of the present input."""
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
-        inputs = tree.tensors_of((args, kwargs))
-        present = tuple(inputs[0].shape) if inputs else ()
+        present = _first_shape(args, kwargs)
+        key = run.step_name, index, present
+        known = self._blanks.get(key)
+        if known is not None:
+            return known
         then = expected.input_shape
         blanks = []
         for shape, dtype, changed in zip(expected.shapes, expected.dtypes, expected.changed, strict=True):
@@ -363,6 +368,10 @@ class PipelineModule:
             like = torch.empty((), dtype=getattr(torch, dtype), device=self.device).expand(lengths)
             blank = placeholder(like)
             blanks.append(blank.contiguous() if changed else blank)
+        if not any(expected.changed):  # nobody can write to the others: a stage's step begins anew for each microbatch
+            if len(self._blanks) >= _MOST_BLANKS:  # of ever new shapes
+                self._blanks.clear()
+            self._blanks[key] = blanks
         return blanks
 
     def _seed(self, run: StageRun, place: int) -> None:
@@ -415,6 +424,14 @@ class PipelineModule:
         if not last:
             raise UnsupportedModuleError(f"{run.step_name} ended without leaving stage {run.stage}")
         return output
+
+
+def _first_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of a layer's first tensor argument; () where it has none."""
+    if args and isinstance(args[0], Tensor):
+        return tuple(args[0].shape)
+    inputs = tree.tensors_of((args, kwargs))
+    return tuple(inputs[0].shape) if inputs else ()
 
 
 def _own_copy(received: Tensor) -> Tensor:
