@@ -169,7 +169,6 @@ class HolmesCLI(LightningCLI):
 
     def run_check(self) -> None:
         options = self.config_init[CHECK]
-        self.model.configure_model()  # as a trainer would, whatever __init__ has built
         arguments = {**_CHECK_DEFAULTS, **self.strategy_args}
         for name in ("pipeline_parallel_size", "num_microbatches", "schedule"):
             if options[name] is not None:
@@ -178,6 +177,7 @@ class HolmesCLI(LightningCLI):
             path = Path(options["ckpt_path"])
             if not path.exists():
                 raise ConfigurationError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder.")
+            self.model.configure_model()  # as a trainer would, whatever __init__ has built
             load_whole_state(self.model, read_state_dict(path, weights_only=options["weights_only"] is not False))
         shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
         print(f"check: one batch, one process, {shown}")
