@@ -91,6 +91,7 @@ class HolmesTrainer(Trainer):
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
         sharded_optimizer: bool | Literal["auto"] | None = None,
+        sequence_parallel: bool = False,
         plot: str | None = None,
         html: str | None = None,
         output: str | None = None,
@@ -101,7 +102,7 @@ class HolmesTrainer(Trainer):
         Args:
             topology: A topology file; by default the strategy's.
             device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"), or
-                numbers ("speed=100e12,memory=40e9").
+                numbers ("speed=100e12,memory=40e9"). A host's own device_type in the topology file comes first.
             batch_shape: The batch of one replica instead of the data module's, as in
                 input_ids=4x2048:int64,labels=4x2048:int64.
             batch_samples: Samples of a step over all replicas; by default what fit would have.
@@ -109,6 +110,7 @@ class HolmesTrainer(Trainer):
             tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
             sharded_optimizer: Whether optimizer states are sharded over replicas; by default as the strategy's argument says.
+            sequence_parallel: The module's tensor-parallel ranks share what lies between their parts, too.
             plot: A .png or .svg file for the timeline of the best plan's step.
             html: A file for one page with everything.
             output: A plan file of the best plan, for HolmesStrategy(plan=...).
@@ -202,13 +204,15 @@ class HolmesCLI(LightningCLI):
             self.model = model
             return self.load_batch()
 
-        plan.run_plan(
+        result = plan.run_plan(
             plan.PlanRequest(**given),
             build_model=lambda: self._make_only("model"),
             load_batch=load_batch if self.datamodule is not None else None,
             strategy=options.trainer.strategy,
             trainer=options.trainer,
         )
+        if result.fits_no_optimizer:
+            sys.exit(1)
 
     def _without_trainer(self, subcommand: str) -> Any:
         """The configuration, with nothing that a Trainer would be made with."""

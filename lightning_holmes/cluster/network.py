@@ -54,11 +54,13 @@ class Host:
 
     nics: the Ethernet card that reaches the master, or the default route, stands before other Ethernet cards.
     ranks: the global ranks that the launcher put here; None where they are assigned in the order of the file.
+    device_type: what `lightning-holmes plan --device_type` would name; for plans alone.
     """
 
     name: Text
     devices: Annotated[int, Field(ge=1, le=4096)]
     nics: tuple[Nic, ...] = ()
+    device_type: Text | None = None
     ranks: tuple[Annotated[int, Field(ge=0, le=10_000_000)], ...] | None = None
 
     def __post_init__(self) -> None:

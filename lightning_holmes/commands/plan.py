@@ -25,7 +25,7 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.device_type import DeviceType, find_device_type
+from lightning_holmes.plan.device_type import DeviceType, Precision, find_device_type
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.pipeline_plan import PipelinePlan
@@ -36,7 +36,7 @@ from lightning_holmes.plan.plan_making import Use, make_plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
-from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
@@ -48,6 +48,13 @@ from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATE
 from lightning_holmes.strategy.samples import step_arguments
 
 _PROBE_S = 0.03
+_MIXED = ("bf16-mixed", "16-mixed", "bf16", "16")  # as Trainer(precision=...) takes them
+_HALF = (*_MIXED, "bf16-true", "16-true")
+_DOUBLE = ("64-true", "64")
+_HALF_BYTES = 2.0
+_UPDATE_MOVES = (
+    7.0  # bytes for each of a parameter: AdamW reads weight, gradient and two states, and writes all but the gradient
+)
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _DTYPES |= {"long": torch.int64, "int32": torch.int32, "float16": torch.float16, "bool": torch.bool}
 
@@ -64,6 +71,7 @@ class PlanRequest:
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
     sharded_optimizer: bool | Literal["auto"] | None = None
+    sequence_parallel: bool = False
     plot: str | None = None
     html: str | None = None
     output: str | None = None
@@ -120,7 +128,8 @@ def make_cost_model(
     asked = _strategy(given)
     topology = _topology(request, given, trainer)
     precision = str(trainer.get("precision") or "32-true")
-    dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else torch.float32
+    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16}.get(precision, torch.float32)
+    dtype = torch.float64 if precision in _DOUBLE else dtype
     with _default_dtype(dtype):  # as Lightning's precision plugin does
         model = configured(build_model()) if request.profile == "measure" else _build(build_model)
 
@@ -150,14 +159,19 @@ def make_cost_model(
                 ) from error
             cost, samples = profiled(configured(build_model()))
     devices = _devices(request, topology, cost)
-    network = Network(
-        topology, local_bytes_per_s=devices[0].local_bytes_per_s, local_latency_s=devices[0].local_latency_s
-    )
+    half = cost.parameter_itemsize <= _HALF_BYTES
+    kind: Precision = "half" if half or precision in _HALF else "fp64" if precision in _DOUBLE else "fp32"
+    devices = tuple(device.at(kind) for device in devices)
+    by_host = iter(devices)
+    local = [min(next(by_host).local_bytes_per_s for _ in cluster.hosts) for cluster in topology.clusters]
+    latency_s = max(device.local_latency_s for device in devices)
+    network = Network(topology, local_bytes_per_s=local, local_latency_s=latency_s, efficiency=REACHED)
     batch_samples = request.batch_samples
     if batch_samples is None:
         batch_samples = _batch_samples(samples, asked.plan_options, topology)
-    training = _training(request, asked.training_options, cost, model, batch_samples)
-    return CostModel(cost, network, devices=devices, training=training)
+    training = _training(request, asked.training_options, cost, model, devices, batch_samples)
+    first = [network.cluster_of_host.index(index) for index in range(len(topology.clusters))]
+    return CostModel(cost, network, devices=[devices[host] for host in first], host_devices=devices, training=training)
 
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
@@ -263,7 +277,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _context(precision: str) -> Callable[[], AbstractContextManager[Any]] | None:
-    if precision in ("bf16-mixed", "16-mixed"):
+    if precision in _MIXED:
         return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes, whichever of the two it is
     return None
 
@@ -310,6 +324,21 @@ def _devices_per_host(request: PlanRequest, trainer: Mapping[str, Any]) -> int:
 
 
 def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
+    """A device type for each host: the file's, or its cluster's."""
+    own = [host.device_type for host in topology.hosts]
+    if None not in own and request.device_type is None and cost.unit == "flops":
+        return tuple(find_device_type(name) for name in own if name is not None)
+    by_cluster = _cluster_devices(request, topology, cost)
+    if cost.unit == "seconds":
+        return tuple(by_cluster[index] for index, cluster in enumerate(topology.clusters) for _ in cluster.hosts)
+    return tuple(
+        by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
+        for index, cluster in enumerate(topology.clusters)
+        for host in cluster.hosts
+    )
+
+
+def _cluster_devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
     """A device type for each cluster."""
     if request.device_type is None:
         if cost.unit == "flops":
@@ -351,19 +380,25 @@ def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple
 
 
 def _training(
-    request: PlanRequest, options: TrainingOptions, cost: ModelCost, model: LightningModule, batch_samples: int
+    request: PlanRequest,
+    options: TrainingOptions,
+    cost: ModelCost,
+    model: LightningModule,
+    devices: Sequence[DeviceType],
+    batch_samples: int,
 ) -> Training:
     """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
-    update_s_per_byte = byte_s = own_s = 0.0
-    here = request.device_type is None
+    byte_s = own_s = 0.0
+    update_s_per_byte = _UPDATE_MOVES * max(device.moved_byte_s for device in devices)
+    here = request.device_type is None and cost.unit == "seconds"
     if here:
         device = next(model.parameters()).device
         update_s_per_byte = time_update(device)
         operator_s = probe_device(device, seconds=_PROBE_S).operator_s
         byte_s, own_s = carried_byte_s(operator_s), own_step_s(operator_s)
-    return make_training(
+    training = make_training(
         options,
         cost,
         shapes=[tuple(p.shape) for p in model.parameters() if p.requires_grad],
@@ -373,6 +408,7 @@ def _training(
         byte_s=byte_s,
         own_s=own_s,
     )
+    return replace(training, sequence_parallel=request.sequence_parallel)
 
 
 def _strategy(given: Mapping[str, Any]) -> HolmesStrategy:

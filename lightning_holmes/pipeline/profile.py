@@ -8,7 +8,7 @@ It gives a ModelCost (plan/layer_cost.py). What it costs on a device is for plan
 
 mode="fake" runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta:
 meta tensors take other paths through many modules), and counts the FLOPs of matrix products, convolutions and
-attention; elementwise work is not counted, but each operator may be charged a fixed time (operator_s). Where the step
+attention, and the bytes that all other operators read and write; each operator may be charged a fixed time (operator_s). Where the step
 cannot run on them (it looks at values), it is run once for real, and counted. mode="measure" runs the real module on the
 device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies after it and begins the layer's backward.
 
@@ -36,7 +36,7 @@ from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, share_layer_memory, with_own_gradients
-from lightning_holmes.pipeline.step_recorder import NotTheLayersError, StepRecorder
+from lightning_holmes.pipeline.step_recorder import Counts, NotTheLayersError, StepRecorder
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.torch_private import (
@@ -205,26 +205,47 @@ def _attached_copy(module: LightningModule) -> LightningModule:
 def _count(
     shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
 ) -> StepRecorder:
-    operators = _OperatorCounter()
     counting = FlopCounterMode(display=False, custom_mapping=attention_flop_formulas())
+    operators = _OperatorCounter(counting.flop_registry)
     with torch.compiler.set_stance("force_eager"), counting as counter, operators:  # see trace.py
-        recorder = StepRecorder(
-            shadow, layers, lambda: float(counter.get_total_flops()), lambda: float(operators.number)
-        )
+        recorder = StepRecorder(shadow, layers, lambda: float(counter.get_total_flops()), lambda: operators.counts)
         recorder.step(arguments, context)
     return recorder
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that compute something."""
+    """Counts what operators do; ``flops``: the formulas of those that are matrix products."""
 
-    def __init__(self) -> None:
+    def __init__(self, flops: Mapping[Any, Callable[..., int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.number = 0
+        self.flops, self.counts = flops, Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += computes(func)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        formula = self.flops.get(func.overloadpacket)
+        if formula is not None:
+            watched = formula(*args, **kwargs, out_val=found) if torch.is_grad_enabled() else 0
+            self.counts += Counts(1, 1, 0, watched)
+        elif computes(func):
+            self.counts += Counts(1, 0, _moved_bytes(func, (args, kwargs), found), 0)
+        return found
+
+
+def _moved_bytes(func: Any, given: Any, found: Any) -> float:
+    """What an operator reads and writes: each tensor once, of an expanded one its memory alone. Rows that are looked up are
+    read and written, the table is not; fresh memory is not touched, and a value that is looked at is nothing."""
+    name = func.overloadpacket.__name__
+    if name.startswith(("empty", "new_empty", "_unsafe_view", "_reshape_alias", "_local_scalar_dense")):
+        return 0.0
+    written = math.fsum(_bytes_of(tensor) for tensor in tree.tensors_of(found))
+    if name in ("embedding", "index_select", "gather"):
+        return 2 * written
+    return written + math.fsum(_bytes_of(tensor) for tensor in tree.tensors_of(given))
+
+
+def _bytes_of(tensor: Tensor) -> float:
+    return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
 def _measure(
@@ -326,12 +347,18 @@ def _model_cost(
             gradient_bytes=trained[position],
             activation_bytes=crossing[position],
             held_bytes=seen.held[position],
-            fixed_forward_s=seen.operators[position] * operator_s,
+            fixed_forward_s=seen.forward_counts[position].operators * operator_s,
             # a layer without a backward is frozen
-            fixed_backward_s=seen.operators[position]
+            fixed_backward_s=seen.forward_counts[position].operators
             * operator_s
             * _BACKWARD_OPERATORS
             * (seen.backward[position] > 0),
+            forward_products=seen.forward_counts[position].products,
+            backward_products=seen.backward_counts[position].products,
+            forward_moved_bytes=seen.forward_counts[position].moved_bytes,
+            backward_moved_bytes=seen.backward_counts[position].moved_bytes,
+            recomputed=seen.backward_counts[position].watched_flops,
+            undivided_bytes=None if 0 < position <= size else seen.held[position],
         )
         for position in range(size + 2)
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,12 +23,31 @@ class NotTheLayersError(Exception):
     """The chosen list is not what the step runs through."""
 
 
+class Counts(NamedTuple):
+    """Operators that compute something; matrix products among them; bytes that the others read and write; and FLOPs that run
+    where autograd watches, which in a backward are those of a forward that is run again."""
+
+    operators: float = 0.0
+    products: float = 0.0
+    moved_bytes: float = 0.0
+    watched_flops: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:  # type: ignore[override]
+        return Counts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
+
 class StepRecorder:
-    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end.
+    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end, and of other counts.
 
     The copy has parameters of its own (with_own_gradients, or fake ones): the backward leaves gradients on them.
 
-    forward, backward, held: one entry for what is before the layers, each layer, and after them.
+    forward, backward, forward_counts, backward_counts, held: one entry for what is before the layers, each layer, and after them.
+
+    Args:
+        counts: gives numbers that only grow; what they grow by is noted beside the clock.
     """
 
     def __init__(
@@ -36,25 +55,28 @@ class StepRecorder:
         shadow: LightningModule,
         layers: str,
         clock: Callable[[], float],
-        operators: Callable[[], float] | None = None,
+        counts: Callable[[], Counts] = Counts,
     ) -> None:
         self.shadow, self.layers, self.clock = shadow, layers, clock
-        self.count_operators = operators or (lambda: 0.0)
+        self.counts = counts
         self.layer_list = list(shadow.get_submodule(layers).children())
         size = len(self.layer_list)
         self.forward = [0.0] * (size + 2)
         self.backward = [0.0] * (size + 2)
         self.held = [0.0] * (size + 2)
-        self.operators = [0.0] * (size + 2)  # of the forward
+        self.forward_counts = [Counts()] * (size + 2)
+        self.backward_counts = [Counts()] * (size + 2)
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
         self.crossing_elements = 0
         self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
         self.storages: dict[int, tuple[Any, int | None]] = {}
-        self.reached: dict[int, float] = {}  # backward reached the output of position: the clock then
+        self.reached: dict[
+            int, tuple[float, Counts]
+        ] = {}  # backward reached the output of position: clock and counts then
         self.last = 0.0
-        self.last_operators = 0.0
+        self.last_counts = Counts()
 
     def step(
         self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
@@ -102,22 +124,23 @@ class StepRecorder:
             raise UnsupportedModuleError(
                 f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
             )
-        began = self.clock()
+        began = self.clock(), self.counts()
         loss.sum().backward()  # type: ignore[no-untyped-call]
-        end = self.clock()
+        end = self.clock(), self.counts()
         for position in range(len(self.layer_list) + 1, -1, -1):
             # where no gradient came by, all that was left ran here: nothing before it trains
             reached = self.reached.get(position - 1, end)
-            self.backward[position] = reached - began
+            self.backward[position] = reached[0] - began[0]
+            self.backward_counts[position] = reached[1] - began[1]
             if position - 1 not in self.reached:
                 break
             began = reached
 
     def _mark(self) -> None:
-        now, operators = self.clock(), self.count_operators()
+        now, counts = self.clock(), self.counts()
         self.forward[self.position] += now - self.last
-        self.operators[self.position] += operators - self.last_operators
-        self.last, self.last_operators = now, operators
+        self.forward_counts[self.position] += counts - self.last_counts
+        self.last, self.last_counts = now, counts
 
     def _note(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -172,7 +195,7 @@ class StepRecorder:
         for tensor in wanting:
 
             def reached(gradient: Tensor) -> None:
-                self.reached[position] = max(self.clock(), self.reached.get(position, 0.0))
+                self.reached[position] = self.clock(), self.counts()  # of several, the last one
 
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))

@@ -8,10 +8,11 @@ nothing: planner.py asks it about many layouts.
     run = RunShape(layout=layout, schedule="1f1b", num_microbatches=8, microbatch_samples=4)
     simulate(run.make_schedule(), costs.step_costs(run, partition))
 
-Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus fixed seconds. Tensor
+Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus what each matrix product takes
+beside its FLOPs, what the other operators move through the device's memory, and fixed seconds. Tensor
 parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
-backward, which nothing hides, and two more when it is recomputed; work, weights and held activations are
-sharded evenly. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters,
+backward, which nothing hides, and two more when it is recomputed; work and weights are sharded evenly, of what is held and moved
+what lies inside the attention and the MLP; sequence parallelism shares the rest, too. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters,
 with a sharded optimizer). What goes through one card, or over one link between clusters, at a time shares it. Bytes that
 processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as sent so by all
 replicas of a stage that lies in several; what else becomes of gradients is training.py's. Memory of a rank:
@@ -24,7 +25,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,12 +48,17 @@ from lightning_holmes.plan.training import Training
 NUM_WHOLE = 2
 """Stages of a rank that are whole at a time where parameters live in shards: the one that is computed, and the next."""
 
+# Of what a transformer layer moves beside its products, the share outside of the attention and the MLP, which tensor parallelism
+# leaves whole: two norms and two residual sums of 22 bytes an element of its input, to 16 inside, four times as wide
+_MOVED_WHOLE = 0.58
+
 
 @dataclass(frozen=True, slots=True)
 class _StageGroup:
     """The replicas of one pipeline rank: how a reduction among them runs."""
 
     channel: Channel  # already divided by who shares the cards
+    local: Channel  # inside a host
     local_size: int
     num_hosts: int
     cards: tuple[str, ...]
@@ -64,11 +70,17 @@ class _LayoutFacts:
     """What follows from layout, network and devices alone."""
 
     speeds: tuple[float, ...]  # work/s of the slowest device of each pipeline rank
+    product_s: tuple[float, ...]  # beside that, of each matrix product
+    byte_s: tuple[float, ...]  # of what other operators move in the device's memory
     memory: tuple[float, ...]  # bytes of its smallest device
     groups: tuple[_StageGroup, ...]
-    tensor_channels: tuple[tuple[Channel, int], ...]  # and over how many hosts
+    tensor_channels: tuple[tuple[Channel, int, Channel], ...]  # over how many hosts, and inside one
     routes: dict[tuple[int, int], Route] = field(default_factory=dict)
     ends: Route | None = None  # between the first and the last pipeline rank, for gradients of what both need
+
+    def kind(self, rank: int) -> Hashable:
+        """The same for pipeline ranks on which a layer costs the same."""
+        return self.speeds[rank], self.product_s[rank], self.byte_s[rank], self.tensor_channels[rank]
 
 
 class CostModel:
@@ -76,6 +88,7 @@ class CostModel:
 
     Args:
         devices: the device type of each cluster, in the order of the topology.
+        host_devices: that of each host, where those of a cluster are unlike.
         speeds: for a model whose unit is seconds, the speed of each cluster's devices relative to the device that
             was measured; 1 by default.
         host_speeds: work a second of each host's devices, in the order of the topology; stands in for the types' speeds.
@@ -90,6 +103,7 @@ class CostModel:
         training: Training,
         speeds: Sequence[float] | None = None,
         host_speeds: Sequence[float] | None = None,
+        host_devices: Sequence[DeviceType] | None = None,
     ) -> None:
         clusters = network.topology.clusters
         if len(devices) != len(clusters) or (speeds is not None and len(speeds) != len(clusters)):
@@ -97,17 +111,21 @@ class CostModel:
                 f"{len(devices)} device types for {len(clusters)} clusters; give one for each cluster"
             )
         self.model, self.network, self.devices, self.training = model, network, tuple(devices), training
-        if model.unit == "flops":
-            rates = [device.flops_per_s for device in devices]
-        else:
-            rates = [check_number(s, "a cluster's speed", positive=True) for s in speeds or [1.0] * len(clusters)]
-        host_cluster = np.asarray(network.cluster_of_host)
-        self._host = np.asarray(network.host_of_device)
-        self._speed = np.asarray(rates)[host_cluster]  # by host
+        cluster = network.cluster_of_host
+        self.host_devices = tuple(host_devices or (devices[index] for index in cluster))
+        assert len(self.host_devices) == len(network.hosts), (len(self.host_devices), len(network.hosts))
         if host_speeds is not None:
-            assert len(host_speeds) == len(network.hosts), (len(host_speeds), len(network.hosts))
-            self._speed = np.asarray([check_number(s, "a host's speed", positive=True) for s in host_speeds])
-        self._memory = np.asarray([device.memory_bytes for device in devices])[host_cluster] * training.memory_share
+            rates = list(host_speeds)
+        elif model.unit == "flops":
+            rates = [device.flops_per_s for device in self.host_devices]
+        else:
+            rates = [(speeds or [1.0] * len(clusters))[index] for index in cluster]
+        self._host = np.asarray(network.host_of_device)
+        self._speed = np.asarray([check_number(rate, "a host's speed", positive=True) for rate in rates])  # by host
+        counted = model.unit == "flops" and host_speeds is None
+        self._product_s = np.asarray([device.product_s if counted else 0.0 for device in self.host_devices])
+        self._byte_s = np.asarray([device.moved_byte_s if counted else 0.0 for device in self.host_devices])
+        self._memory = np.asarray([device.memory_bytes for device in self.host_devices]) * training.memory_share
         self._facts: dict[Layout, _LayoutFacts] = {}
         self._sharded: dict[Layout, bool] = {}
         self._models: dict[tuple[int, bool], ModelCost] = {}
@@ -153,35 +171,42 @@ class CostModel:
     def layer_seconds(self, run: RunShape, rank: int, layer: LayerCost) -> tuple[float, float, float, float]:
         """Forward and backward seconds of a layer on a pipeline rank, and the tensor-parallel parts of both."""
         facts, tensor = self.facts(run.layout), run.layout.tensor
-        speed = facts.speeds[rank] * tensor
         reduction = 0.0
         if tensor > 1:
-            channel, hosts = facts.tensor_channels[rank]
-            reduction = self._all_reduce(layer.activation_bytes, channel, tensor // hosts, hosts)
-        forward, backward = 2 * reduction, (4 if run.recomputation else 2) * reduction
-        return (
-            layer.forward / speed + layer.fixed_forward_s + forward,
-            layer.backward / speed + layer.fixed_backward_s + backward,
-            forward,
-            backward,
-        )
+            channel, hosts, local = facts.tensor_channels[rank]
+            reduction = _all_reduce(layer.activation_bytes, channel, local, tensor // hosts, hosts)
+        forward, backward = 2 * reduction, (4 if run.recomputation or layer.recomputed else 2) * reduction
+        own = self.place_seconds(run, rank, layer)
+        return own[0] + forward, own[1] + backward, forward, backward
 
     def _both_seconds(self, run: RunShape, rank: int, layer: LayerCost) -> float:
         return sum(self.layer_seconds(run, rank, layer)[:2])
 
     def place_seconds(self, run: RunShape, rank: int, place: LayerCost) -> tuple[float, float]:
-        """Forward and backward seconds of what runs before or after the layers."""
-        speed = self.facts(run.layout).speeds[rank] * run.layout.tensor
-        return place.forward / speed + place.fixed_forward_s, place.backward / speed + place.fixed_backward_s
+        """Forward and backward seconds of what runs in, before or after the layers, without transfers."""
+        facts, tensor = self.facts(run.layout), run.layout.tensor
+        speed, product_s, byte_s = facts.speeds[rank] * tensor, facts.product_s[rank], facts.byte_s[rank]
+        whole = 0.0 if self.training.sequence_parallel else _MOVED_WHOLE
+        byte_s *= whole + (1 - whole) / tensor
+        return (
+            place.forward / speed
+            + place.fixed_forward_s
+            + place.forward_products * product_s
+            + place.forward_moved_bytes * byte_s,
+            place.backward / speed
+            + place.fixed_backward_s
+            + place.backward_products * product_s
+            + place.backward_moved_bytes * byte_s,
+        )
 
     def balance(self, run: RunShape, *, limit_memory: bool = True) -> Balance:
         """The problem of assigning the layers for this run."""
         model = self.microbatch_model(run.microbatch_samples, run.recomputation)
         facts, ranks = self.facts(run.layout), run.layout.pipeline
-        rows: dict[tuple[float, Channel, int], tuple[float, ...]] = {}
+        rows: dict[Hashable, tuple[float, ...]] = {}
         seconds = []
         for rank in range(ranks):
-            key = (facts.speeds[rank], *facts.tensor_channels[rank])
+            key = facts.kind(rank)
             if key not in rows:
                 rows[key] = _row(model.layers, partial(self._both_seconds, run, rank))
             seconds.append(rows[key])
@@ -226,14 +251,14 @@ class CostModel:
         fetch: list[float] = []
         fetch_own: list[float] = []
         whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage, beside its shards while it is computed
-        known: dict[tuple[float, Channel, int, int], tuple[float, float, float, float]] = {}
+        known: dict[Hashable, tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
             own = partition.layers_of(stage)
             layers = [model.layers[index] for index in own]
             costs = []
             for layer in layers:
-                key = (facts.speeds[rank], *facts.tensor_channels[rank], id(layer))  # equal layers are one object
+                key = (facts.kind(rank), id(layer))  # equal layers are one object
                 if key not in known:
                     known[key] = self.layer_seconds(run, rank, layer)
                 costs.append(known[key])
@@ -343,8 +368,10 @@ class CostModel:
 
     def peak_flops_per_s(self) -> float:
         """Of all devices together."""
-        counts = [cluster.num_devices for cluster in self.network.topology.clusters]
-        return sum(n * device.peak_flops_per_s for n, device in zip(counts, self.devices, strict=True))
+        return sum(
+            host.devices * device.peak_flops_per_s
+            for host, device in zip(self.network.hosts, self.host_devices, strict=True)
+        )
 
     def memory(self, run: RunShape) -> RankMemory:
         """What the ranks of a run hold."""
@@ -365,24 +392,13 @@ class CostModel:
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
 
-    def _all_reduce(self, num_bytes: float, channel: Channel, local_size: int, num_hosts: int) -> float:
-        local = self.network.local
-        return all_reduce_s(
-            num_bytes,
-            local_size=max(1, local_size),
-            num_hosts=num_hosts,
-            local_bandwidth=local.bytes_per_s,
-            local_latency=local.latency_s,
-            bandwidth=channel.bytes_per_s,
-            latency=channel.latency_s,
-        )
-
     def _reduction(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
         if group.local_size * group.num_hosts == 1:
             return 0.0, 0.0
         ratio, scatters = self._gradient_ratio(group)
-        whole = self._all_reduce(trained_bytes * ratio, group.channel, group.local_size, group.num_hosts)
+        num_bytes = trained_bytes * ratio
+        whole = _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts)
         if not sharded:
             return whole, 0.0
         # half of an all-reduce each; parameters are gathered in their own type
@@ -392,7 +408,7 @@ class CostModel:
         """Seconds to gather so many bytes from their shares: half of an all-reduce."""
         if group.local_size * group.num_hosts == 1:
             return 0.0
-        return self._all_reduce(num_bytes, group.channel, group.local_size, group.num_hosts) / 2
+        return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2
 
     def _carried(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction
@@ -475,9 +491,10 @@ class CostModel:
                 cards += tuple(_link(way) for ends, _ in channel.links for way in (ends, ends[::-1]))
                 channel = Channel(channel.transport, min(rates), channel.latency_s)
             across = len({self.network.cluster_of_host[host] for host in distinct.tolist()}) > 1
-            groups.append(_StageGroup(channel, -(-layout.data // len(distinct)), len(distinct), cards, across))
+            local = self.network.local_of(distinct.tolist())
+            groups.append(_StageGroup(channel, local, -(-layout.data // len(distinct)), len(distinct), cards, across))
             together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
-            tensors.append((self.network.group(together), len(together)))
+            tensors.append((self.network.group(together), len(together), self.network.local_of(together)))
         routes = {}
         if layout.pipeline > 1:
             for rank in range(layout.pipeline):
@@ -487,6 +504,8 @@ class CostModel:
         shares = self.model.shared_bytes > 0 and layout.pipeline > 1
         return _LayoutFacts(
             speeds=tuple(float(self._speed[own].min()) for own in hosts),
+            product_s=tuple(float(self._product_s[own].max()) for own in hosts),
+            byte_s=tuple(float(self._byte_s[own].max()) for own in hosts),
             memory=tuple(float(self._memory[own].min()) for own in hosts),
             groups=tuple(groups),
             tensor_channels=tuple(tensors),
@@ -526,6 +545,18 @@ class CostModel:
                 worst = slowest, route
         assert worst is not None
         return worst[1]
+
+
+def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: int, num_hosts: int) -> float:
+    return all_reduce_s(
+        num_bytes,
+        local_size=max(1, local_size),
+        num_hosts=num_hosts,
+        local_bandwidth=local.bytes_per_s,
+        local_latency=local.latency_s,
+        bandwidth=channel.bytes_per_s,
+        latency=channel.latency_s,
+    )
 
 
 def _link(way: tuple[int, int]) -> str:

@@ -6,21 +6,26 @@ The table holds the makers' figures; a type that is not in it is given by hand:
     find_device_type("speed=100e12,memory=40e9")              # speed is what layers reach, efficiency 1
 
 peak_flops_per_s is the dense bf16 (fp16 on V100 and T4) matrix rate: without sparsity. efficiency is the share
-of it that a transformer's layers reach: fitted for the A100 (SXM) on published rows (docs/planning.md), assumed to be 0.5 for
-all others, of which there are none.
+of it that large matrix products reach: fitted for the A100 (SXM) on published rows (docs/planning.md), assumed for all others, of
+which there are none. Smaller products reach less, and the rest of a layer goes at the memory's rate: product_s, moved_bytes_per_s.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import check_number
 
+Precision = Literal["half", "fp32", "fp64"]
+"""Of matrix products: half is bf16 or fp16, mixed precision included."""
+
 _GIB = 2.0**30
-_ASSUMED = 0.5
-_FITTED_A100 = 0.720  # fitted on published rows, by tests/plan/published.py, and a test holds it against them
+_ASSUMED = 0.6
+_HOPPER = 0.7
+_FITTED_A100 = 0.788  # fitted on published rows, by tests/plan/published.py, and a test holds it against them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,9 @@ class DeviceType:
     """One type of device.
 
     local_bytes_per_s: one way to another device of the same host (NVLink, or PCIe), for one device. source: of the figures;
-    efficiency_source: of the efficiency, "given" by hand, "assumed", or from where it was fitted.
+    efficiency_source: of the efficiency, "given" by hand, "assumed", or from where it was fitted. product_s: what every matrix product
+    takes beside its FLOPs. other_peaks: of other precisions, by name. moved_bytes_per_s: at which operators that are no matrix
+    products read and write; None: it is not known, and nothing is charged (a speed that is given by hand is that of whole layers).
     """
 
     name: str
@@ -38,6 +45,9 @@ class DeviceType:
     efficiency: float = _ASSUMED
     efficiency_source: str = "given"
     local_latency_s: float = 5e-6
+    other_peaks: tuple[tuple[str, float], ...] = ()
+    product_s: float = 0.0
+    moved_bytes_per_s: float | None = None
     source: str = "given by hand"
 
     def __post_init__(self) -> None:
@@ -49,47 +59,87 @@ class DeviceType:
 
     @property
     def flops_per_s(self) -> float:
-        """FLOPs a second that layers reach."""
+        """FLOPs a second that large matrix products reach."""
         return self.peak_flops_per_s * self.efficiency
+
+    @property
+    def moved_byte_s(self) -> float:
+        """Seconds that a byte takes which other operators read or write."""
+        return 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
+
+    def at(self, precision: Precision) -> DeviceType:
+        """It, where products are of this precision. A type that is given by hand stays: its speed is that of the run's layers."""
+        peak = dict(self.other_peaks).get(precision)
+        if peak is None:
+            return self
+        return replace(self, peak_flops_per_s=peak, efficiency=_VECTOR, efficiency_source=f"assumed, {precision}")
+
+
+_PRODUCT_S = 2e-6  # of an A100: products of 1 GFLOP reach two thirds of what large ones do (calculon's a100_80g.json)
+_MOVED = 0.9  # of the memory's stated rate, for 100 MB and more (the same file)
+_NVLINK = (
+    0.6  # of NVLink's rate, for what tensor parallelism sends (the same file; NCCL reaches more with hundreds of MB)
+)
+_VECTOR = 0.9  # share of peak that large products reach without matrix units: assumed
 
 
 def _known(
-    name: str, tflops: float, gib: float, local_gb_per_s: float, source: str, fitted: float | None = None
+    name: str,
+    rates: tuple[float, float, float],
+    gib: float,
+    memory_gb_per_s: float,
+    local_gb_per_s: float,
+    source: str,
+    efficiency: float = _ASSUMED,
+    fitted: bool = False,
 ) -> DeviceType:
+    """rates: TFLOP/s in half precision, fp32 and fp64, as products run by default in torch (without TF32)."""
+    half, fp32, fp64 = (rate * 1e12 for rate in rates)
     return DeviceType(
         name=name,
-        peak_flops_per_s=tflops * 1e12,
+        peak_flops_per_s=half,
         memory_bytes=gib * _GIB,
         local_bytes_per_s=local_gb_per_s * 1e9,
-        efficiency=_ASSUMED if fitted is None else fitted,
-        efficiency_source="assumed" if fitted is None else "fitted on Holmes, arXiv 2312.03549, InfiniBand",
+        efficiency=efficiency,
+        efficiency_source="fitted on Holmes, arXiv 2312.03549, InfiniBand" if fitted else "assumed",
+        product_s=_PRODUCT_S,
+        moved_bytes_per_s=_MOVED * memory_gb_per_s * 1e9,
+        other_peaks=(("fp32", fp32), ("fp64", fp64)),
         source=source,
     )
 
 
-# NVLink figures are half of what data sheets add up over both directions.
+# NVLink figures are half of what data sheets add up over both directions. fp64 of the data-center types from Ampere on is that of
+# their matrix units, which cuBLAS uses.
 _TABLE = (
-    _known("V100-16GB", 125, 16, 150, "NVIDIA V100 data sheet, SXM2"),
-    _known("V100-32GB", 125, 32, 150, "NVIDIA V100 data sheet, SXM2"),
-    _known("T4", 65, 16, 16, "NVIDIA T4 data sheet; PCIe 3 x16"),
-    _known("A10", 125, 24, 32, "NVIDIA A10 data sheet; PCIe 4 x16"),
-    _known("A40", 149.7, 48, 56, "NVIDIA A40 data sheet, NVLink bridge"),
-    _known("A100-40GB", 312, 40, 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100),
-    _known("A100-80GB", 312, 80, 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100),
-    _known("A100-80GB-PCIe", 312, 80, 32, "NVIDIA A100 data sheet; PCIe 4 x16"),
-    _known("L4", 121, 24, 32, "NVIDIA L4 data sheet; PCIe 4 x16"),
-    _known("L40S", 362, 48, 32, "NVIDIA L40S data sheet; PCIe 4 x16"),
-    _known("H100-80GB", 989, 80, 450, "NVIDIA H100 data sheet, SXM5"),
-    _known("H100-80GB-PCIe", 756, 80, 64, "NVIDIA H100 data sheet; PCIe 5 x16"),
-    _known("H200", 989, 141e9 / _GIB, 450, "NVIDIA H200 data sheet, SXM5"),
-    _known("RTX-3090", 71, 24, 32, "NVIDIA GA102 white paper, fp32 accumulation; PCIe 4 x16"),
-    _known("RTX-4090", 165.2, 24, 32, "NVIDIA Ada white paper, fp32 accumulation; PCIe 4 x16"),
-    _known("MI250X", 383, 128, 50, "AMD MI250X data sheet, both dies"),
-    _known("MI300X", 1307, 192, 64, "AMD MI300X data sheet"),
+    _known("V100-16GB", (125, 15.7, 7.8), 16, 900, _NVLINK * 150, "NVIDIA V100 data sheet, SXM2"),
+    _known("V100-32GB", (125, 15.7, 7.8), 32, 900, _NVLINK * 150, "NVIDIA V100 data sheet, SXM2"),
+    _known("T4", (65, 8.1, 0.25), 16, 320, 16, "NVIDIA T4 data sheet; PCIe 3 x16"),
+    _known("A10", (125, 31.2, 0.49), 24, 600, 32, "NVIDIA A10 data sheet; PCIe 4 x16"),
+    _known("A40", (149.7, 37.4, 0.58), 48, 696, 56, "NVIDIA A40 data sheet, NVLink bridge"),
+    _known("A100-40GB", (312, 19.5, 19.5), 40, 1555, _NVLINK * 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100, True),
+    _known("A100-80GB", (312, 19.5, 19.5), 80, 2039, _NVLINK * 300, "NVIDIA A100 data sheet, SXM4", _FITTED_A100, True),
+    _known("A100-80GB-PCIe", (312, 19.5, 19.5), 80, 1935, 32, "NVIDIA A100 data sheet; PCIe 4 x16"),
+    _known("L4", (121, 30.3, 0.47), 24, 300, 32, "NVIDIA L4 data sheet; PCIe 4 x16"),
+    _known("L40S", (362, 91.6, 1.43), 48, 864, 32, "NVIDIA L40S data sheet; PCIe 4 x16"),
+    _known("H100-80GB", (989, 67, 67), 80, 3350, _NVLINK * 450, "NVIDIA H100 data sheet, SXM5", _HOPPER),
+    _known("H100-80GB-PCIe", (756, 51, 51), 80, 2000, 64, "NVIDIA H100 data sheet; PCIe 5 x16"),
+    _known("H200", (989, 67, 67), 141e9 / _GIB, 4800, _NVLINK * 450, "NVIDIA H200 data sheet, SXM5", _HOPPER),
+    _known("RTX-3090", (71, 35.6, 0.56), 24, 936, 32, "NVIDIA GA102 white paper, fp32 accumulation; PCIe 4 x16"),
+    _known("RTX-4090", (165.2, 82.6, 1.29), 24, 1008, 32, "NVIDIA Ada white paper, fp32 accumulation; PCIe 4 x16"),
+    _known("MI250X", (383, 47.9, 47.9), 128, 3277, 50, "AMD MI250X data sheet, both dies"),
+    _known("MI300X", (1307, 163.4, 163.4), 192, 5300, 64, "AMD MI300X data sheet"),
 )
 DEVICE_TYPES: dict[str, DeviceType] = {entry.name: entry for entry in _TABLE}
 
 _KEYS = {"speed": "FLOP/s", "memory": "bytes", "local": "bytes/s to a neighbour in the host", "peak": "FLOP/s, for MFU"}
+
+_LEAST = {
+    "speed": 1e8,
+    "memory": 1e3,
+    "local": 1e6,
+    "peak": 1e8,
+}  # less is a unit that slipped, such as speed=100 for TFLOP/s
 
 
 def find_device_type(text: str) -> DeviceType:
@@ -135,6 +185,11 @@ def _by_hand(text: str) -> DeviceType:
         except ValueError:
             number = float("nan")
         values[key] = check_number(number, f"device type {text!r}: {key}", positive=True)
+        if number < _LEAST[key]:
+            raise ConfigurationError(
+                f"device type {text!r}: {key}={value.strip()} is {number:g} {_KEYS[key]}, and no device has so little; write "
+                f"plain numbers without units, such as speed=100e12,memory=40e9,local=32e9"
+            )
     for key in ("speed", "memory"):
         if key not in values:
             raise ConfigurationError(f'device type {text!r}: {key} is missing; write "speed=100e12,memory=40e9"')

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from lightning_holmes.errors import ConfigurationError
 
 WorkUnit = Literal["flops", "seconds"]
+_UNDIVIDED = 4
 
 
 def check_number(value: Any, what: str, *, positive: bool = False) -> float:
@@ -47,7 +48,11 @@ class LayerCost:
     forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: those
     of them that train (all, by default). activation_bytes: what crosses a split point after the layer, one way.
     held_bytes: what is kept from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
-    grow with the microbatch (launching kernels, Python), whatever the unit.
+    grow with the microbatch (launching kernels, Python), whatever the unit. Beside counted FLOPs: forward_products,
+    backward_products: the matrix products of which they are; forward_moved_bytes, backward_moved_bytes: what everything else
+    reads and writes in the device's memory; recomputed: what of backward is the forward that the module runs again itself.
+    undivided_bytes: what tensor parallelism leaves whole of held_bytes; by default four times activation_bytes: the inputs and
+    outputs of a transformer layer's two norms (Korthikanti et al. 2022, section 4, without dropout).
     """
 
     forward: float
@@ -58,12 +63,22 @@ class LayerCost:
     held_bytes: float = 0.0
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
+    forward_products: float = 0.0
+    backward_products: float = 0.0
+    forward_moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
+    recomputed: float = 0.0
+    undivided_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.gradient_bytes is None:
             object.__setattr__(self, "gradient_bytes", self.parameter_bytes)
         for entry in fields(self):
-            check_number(getattr(self, entry.name), entry.name)
+            if entry.name != "undivided_bytes":
+                check_number(getattr(self, entry.name), entry.name)
+        if self.undivided_bytes is None:
+            object.__setattr__(self, "undivided_bytes", min(self.held_bytes, _UNDIVIDED * self.activation_bytes))
+        check_number(self.undivided_bytes, "undivided_bytes")
 
     @property
     def trained_bytes(self) -> float:
@@ -79,6 +94,31 @@ class LayerCost:
             backward=self.backward * factor,
             activation_bytes=self.activation_bytes * factor,
             held_bytes=self.held_bytes * factor,
+            forward_moved_bytes=self.forward_moved_bytes * factor,
+            backward_moved_bytes=self.backward_moved_bytes * factor,
+            recomputed=self.recomputed * factor,
+            undivided_bytes=self.undivided * factor,
+        )
+
+    @property
+    def undivided(self) -> float:
+        """undivided_bytes, which is never None once made."""
+        assert self.undivided_bytes is not None
+        return self.undivided_bytes
+
+    def with_recomputation(self, input_bytes: float) -> LayerCost:
+        """The cost if it keeps only its input; where the module recomputes by itself, that is in its costs already."""
+        held = min(self.held_bytes, input_bytes)
+        again = 0.0 if self.recomputed else 1.0
+        return replace(
+            self,
+            backward=self.backward + again * self.forward,
+            backward_products=self.backward_products + again * self.forward_products,
+            backward_moved_bytes=self.backward_moved_bytes + again * self.forward_moved_bytes,
+            fixed_backward_s=self.fixed_backward_s + again * self.fixed_forward_s,
+            recomputed=self.recomputed or self.forward,
+            held_bytes=held,
+            undivided_bytes=min(held, max(self.undivided, input_bytes)),
         )
 
 
@@ -152,6 +192,11 @@ class ModelCost:
         return math.fsum(place.backward for place in self.places)
 
     @property
+    def recomputed(self) -> float:
+        """What of that is forward work run again."""
+        return math.fsum(place.recomputed for place in self.places)
+
+    @property
     def parameter_bytes(self) -> float:
         """All weights, shared ones once."""
         return math.fsum(place.parameter_bytes for place in self.places) - self.shared_bytes
@@ -183,12 +228,7 @@ class ModelCost:
         alike: dict[tuple[LayerCost, float], LayerCost] = {}
         for layer, previous in zip(self.layers, inputs, strict=True):
             if (layer, previous.activation_bytes) not in alike:
-                alike[layer, previous.activation_bytes] = replace(
-                    layer,
-                    backward=layer.backward + layer.forward,
-                    fixed_backward_s=layer.fixed_backward_s + layer.fixed_forward_s,
-                    held_bytes=min(layer.held_bytes, previous.activation_bytes),
-                )
+                alike[layer, previous.activation_bytes] = layer.with_recomputation(previous.activation_bytes)
         layers = [alike[layer, before.activation_bytes] for layer, before in zip(self.layers, inputs, strict=True)]
         return replace(self, layers=tuple(layers))
 

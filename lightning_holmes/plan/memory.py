@@ -5,8 +5,8 @@
     memory.place_bytes(layer, in_flight=4)  # and the activations of four microbatches
 
 Parameters, gradients and optimizer states of a rank's stages; held activations of the microbatches in flight; what one
-layer holds while it is recomputed. Tensor parallelism divides all of it, sharding the states, or the parameters and gradients,
-too, beside which two stages are whole then. Not modelled:
+layer holds while it is recomputed. Tensor parallelism divides it, but for activations between its parts; sharding the states, or
+the parameters and gradients, too, beside which two stages are whole then. Not modelled:
 fragmentation, the workspace of libraries, copies of gradients in another type that a step makes.
 """
 
@@ -25,7 +25,8 @@ class RankMemory:
     """How a rank holds what it holds.
 
     Attributes:
-        tensor: the tensor-parallel size.
+        tensor: the tensor-parallel size. What lies between the parts that it divides is whole on each rank, unless
+            training.sequence_parallel.
         shards: parts into which the optimizer's states are sharded; with ``training.sharded_parameters`` all that is held.
         recomputation: layers run again in their backward.
     """
@@ -52,7 +53,8 @@ class RankMemory:
 
     def held_bytes(self, place: LayerCost) -> float:
         """What it keeps of one microbatch from forward to backward; of the costs with recomputation where there is some."""
-        return place.held_bytes / self.tensor
+        undivided = 0.0 if self.training.sequence_parallel else place.undivided
+        return undivided + (place.held_bytes - undivided) / self.tensor
 
     def place_bytes(self, place: LayerCost, in_flight: float) -> float:
         """Both, with so many microbatches in flight."""

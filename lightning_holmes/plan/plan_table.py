@@ -19,7 +19,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.search import SearchResult
 
-_WIDTH_WITHOUT_TERMINAL = 150
+_WIDTH_WITHOUT_TERMINAL = 120
 _GIB = 2.0**30
 
 HEADINGS = (

@@ -107,11 +107,10 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
     """Simulate one way of running a step."""
     costs = cost_model.step_costs(run, partition)
     model, training = cost_model.model, cost_model.training
-    per_sample = [
-        (made.forward + made.backward) / made.microbatch_samples
-        for made in (model, model.with_recomputation() if run.recomputation else model)
-    ]
-    flops = [work * training.batch_samples if model.unit == "flops" else 0.0 for work in per_sample]
+    made = model.with_recomputation() if run.recomputation else model
+    hardware = made.forward + made.backward
+    samples = training.batch_samples / made.microbatch_samples if model.unit == "flops" else 0.0
+    flops = [work * samples for work in (hardware - made.recomputed, hardware)]
     return Prediction(
         run=run,
         partition=partition,

@@ -14,7 +14,7 @@ RDMA cards of one kind add up; of Ethernet cards the first is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_holmes.cluster.topology import Host, Topology
@@ -25,6 +25,13 @@ LOCAL = "local"
 _RDMA = ("infiniband", "roce")
 # One way between two hosts where a topology says nothing; typical figures, not measured here.
 DEFAULT_LATENCY_S = {"infiniband": 3e-6, "roce": 5e-6, "ethernet": 30e-6, "between clusters": 100e-6}
+
+SOCKETS = 1448 / 1514
+"""What TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes."""
+
+REACHED = {"infiniband": 0.9, "roce": 0.84, "ethernet": SOCKETS}
+"""Of the stated rate, by NCCL. InfiniBand: calculon's a100_80g.json, for its network between hosts. RoCE: that, less its longer
+headers: 1024 bytes of 1110 where Ethernet's frames are of 1500, and not 4096 of 4146."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,8 @@ class Network:
     """The speeds of a topology.
 
     Args:
-        local_bytes_per_s: one way between two devices of one host.
-        efficiency: share of the stated bandwidth of network cards that transfers reach.
+        local_bytes_per_s: one way between two devices of one host; of all, or of each cluster's.
+        efficiency: share of the stated bandwidth of network cards and links that transfers reach; of all, or by kind.
         sockets: transfers use sockets, not RDMA (gloo does): then measured speeds count for RDMA cards, too.
     """
 
@@ -60,19 +67,22 @@ class Network:
         self,
         topology: Topology,
         *,
-        local_bytes_per_s: float,
+        local_bytes_per_s: float | Sequence[float],
         local_latency_s: float = 5e-6,
-        efficiency: float = 1.0,
+        efficiency: float | Mapping[str, float] = 1.0,
         sockets: bool = False,
     ) -> None:
         self.topology = topology
-        self.efficiency = check_number(efficiency, "the network's efficiency", positive=True)
+        shares = efficiency if isinstance(efficiency, Mapping) else dict.fromkeys((*_RDMA, "ethernet"), efficiency)
+        self.efficiency = {
+            kind: check_number(s, "the network's efficiency", positive=True) for kind, s in shares.items()
+        }
         self.sockets = sockets
-        self.local = Channel(
-            LOCAL,
-            check_number(local_bytes_per_s, "local_bytes_per_s", positive=True),
-            check_number(local_latency_s, "local_latency_s"),
-        )
+        rates = [local_bytes_per_s] if isinstance(local_bytes_per_s, int | float) else list(local_bytes_per_s)
+        rates *= len(topology.clusters) if len(rates) == 1 else 1
+        assert len(rates) == len(topology.clusters), (rates, len(topology.clusters))
+        latency_s = check_number(local_latency_s, "local_latency_s")
+        self._local = [Channel(LOCAL, check_number(r, "local_bytes_per_s", positive=True), latency_s) for r in rates]
         self.hosts: list[Host] = [host for cluster in topology.clusters for host in cluster.hosts]
         self.cluster_of_host = [i for i, cluster in enumerate(topology.clusters) for _ in cluster.hosts]
         self.host_of_device = [index for index, host in enumerate(self.hosts) for _ in range(host.devices)]
@@ -86,12 +96,17 @@ class Network:
             ConfigurationError: a speed is not known; names the host, the card or the link, and what to write.
         """
         if first == second:
-            return self.local
+            return self._local[self.cluster_of_host[first]]
         key = (min(first, second), max(first, second))
         if key not in self._known:
             same = self.cluster_of_host[first] == self.cluster_of_host[second]
             self._known[key] = self._inside(*key) if same else self._across(*key)
         return self._known[key]
+
+    def local_of(self, hosts: Sequence[int]) -> Channel:
+        """Between two devices of one of these hosts, where it is slowest."""
+        ways = [self._local[cluster] for cluster in {self.cluster_of_host[host] for host in hosts}]
+        return min(ways, key=lambda way: way.card_bytes_per_s)
 
     def busiest_share(self, host: int, kind: str) -> float:
         """The share of what a host sends by a transport that the busiest of its cards carries: RDMA cards of one kind share
@@ -107,7 +122,7 @@ class Network:
         """What a collective over these hosts (each once) runs at: one transport for all, its slowest pair."""
         distinct = sorted(set(hosts))
         if len(distinct) == 1:
-            return self.local
+            return self.local_of(distinct)
         clusters = {self.cluster_of_host[host] for host in distinct}
         if len(clusters) == 1:
             kind = self._kind(distinct)
@@ -150,7 +165,7 @@ class Network:
         kind = link.transport if link is not None else "ethernet"
         rates = [self._rate(host, kind) for host in (first, second) if self._stated(host, kind)]
         if link is not None:
-            pair = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency)
+            pair = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[kind])
             together = link.shared_bytes_per_s if link.measured else pair
             links = () if together is None else (((min(ends), max(ends)), together),)
             return Channel(kind, min([pair, *rates]), link.latency_s, links)
@@ -178,9 +193,9 @@ class Network:
             cards = cards[:1]
         rates = [nic.bandwidth_bytes_per_s for nic in cards]
         if rates and None not in rates:
-            return self.efficiency * sum(rate for rate in rates if rate is not None)
+            return self.efficiency[kind] * sum(rate for rate in rates if rate is not None)
         if measured is not None:
-            return self.efficiency * (measured.nic_bytes_per_s or measured.bandwidth_bytes_per_s)
+            return self.efficiency[kind] * (measured.nic_bytes_per_s or measured.bandwidth_bytes_per_s)
         name = self.hosts[host].name
         if not cards:
             raise ConfigurationError(

@@ -72,6 +72,7 @@ class Training:
             processors carry them (sockets).
         own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
+        sequence_parallel: tensor-parallel ranks share what lies between their parts, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
     """
 
@@ -90,6 +91,7 @@ class Training:
     byte_s: float = 0.0
     own_s: float = 0.0
     blocking_sends: bool = False
+    sequence_parallel: bool = False
     memory_share: float = 0.92
 
     def __post_init__(self) -> None:

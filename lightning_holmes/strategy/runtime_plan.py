@@ -27,7 +27,7 @@ from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan_making import make_plan
-from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import make_training
@@ -37,7 +37,6 @@ from lightning_holmes.strategy.profiling import Costs, find_costs
 LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
-_FRAMES = 1448 / 1514  # what TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes
 
 
 def decide(request: PlanRequest) -> RuntimePlan:
@@ -247,7 +246,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             topology,
             local_bytes_per_s=local,
             local_latency_s=latency,
-            efficiency=_FRAMES if sockets else 1.0,
+            efficiency=SOCKETS if sockets else REACHED,
             sockets=sockets,
         )
     ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}

@@ -66,6 +66,39 @@ def test_linear_layers_by_hand() -> None:
     assert cost.before.held_bytes == 4 * 5 * 3
 
 
+def test_products_and_what_other_operators_move_by_hand() -> None:
+    layer = profile_step(Stack(), (torch.randn(5, 3), 0)).layers[1]
+    assert (layer.forward_products, layer.backward_products) == (1, 2)
+    values = 5 * 8 * 4  # bytes of an activation
+    # a layer's output goes through relu before the next layer: read and written; backward reads gradient and output, and writes
+    assert (layer.forward_moved_bytes, layer.backward_moved_bytes) == (2 * values, 3 * values)
+    assert layer.recomputed == 0
+
+
+def test_a_module_that_recomputes_its_layers_has_that_told_apart() -> None:
+    plain, again = (
+        profile_step(
+            GPT(
+                hidden_size=32,
+                num_layers=2,
+                num_heads=2,
+                sequence_length=8,
+                vocab_size=64,
+                gradient_checkpointing=checkpointing,
+            ),
+            (tokens(2, 8), 0),
+        )
+        for checkpointing in (False, True)
+    )
+    assert plain.recomputed == 0 and again.recomputed > 0
+    # the last product of a layer is not needed again
+    assert [layer.recomputed for layer in again.layers] == [
+        pytest.approx(layer.forward, rel=0.4) for layer in plain.layers
+    ]
+    assert again.forward + again.backward - again.recomputed == pytest.approx(plain.forward + plain.backward)
+    assert again.with_recomputation().backward == again.backward, "it is not run a third time"
+
+
 def test_gpt_by_formula_and_its_structure() -> None:
     model = GPT(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, sequence_length=16, tie_embeddings=True)
     batch = tokens(2, 16)

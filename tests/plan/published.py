@@ -29,16 +29,24 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.prediction import predict
-from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search.balance import assign_layers
 from lightning_holmes.plan.training import Training
 
 _GBIT = 1e9 / 8
-_MEMORY_BYTES_PER_S = 2.039e12  # NVIDIA A100 80 GB data sheet, SXM
 # Of half-precision scores, counted: written by the product, read and written by softmax (fused with scale and mask) and by
 # dropout (with a mask of a byte), read by the next product. The backward passes each of these twice.
 _SCORE_FORWARD_BYTES, _SCORE_BACKWARD_BYTES = 13.0, 26.0
+# Of each element of a layer's input, counted: two norms (read, written), two sums of bias, dropout and residual (read twice, written,
+# and a mask of a byte), GeLU of four times as many (read, written). Backward: the norms' and GeLU's gradients, those of dropout, and the
+# sum of a residual's two gradients.
+_MOVED_FORWARD_BYTES = 2 * 4.0 + 2 * 7.0 + 16.0
+_MOVED_BACKWARD_BYTES = 2 * 6.0 + 2 * 5.0 + 2 * 6.0 + 24.0
+# Of each logit: cross entropy in fp32 as Megatron-LM has it, pass by pass; backward the softmax's gradient, and to half precision.
+_LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 34.0, 14.0
+# Of each half-precision byte of parameters: Adam with fp32 gradients, masters and two states, gradients zeroed, scaled and measured
+_UPDATE_BYTES = 19.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +161,14 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
     layer = LayerCost(
         forward=forward,
         backward=2 * forward,
+        forward_products=4,
+        backward_products=8,
+        forward_moved_bytes=_MOVED_FORWARD_BYTES * sequence * hidden,
+        backward_moved_bytes=_MOVED_BACKWARD_BYTES * sequence * hidden,
         parameter_bytes=24.0 * hidden**2,
         activation_bytes=crossing,
         held_bytes=34.0 * sequence * hidden,  # Korthikanti et al. 2022, table 2, without attention scores
+        undivided_bytes=10.0 * sequence * hidden,
     )
     head, table = 2.0 * sequence * hidden * vocabulary, 2.0 * vocabulary * hidden
     return ModelCost(
@@ -163,7 +176,16 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
         microbatch_samples=1,
         before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
         layers=(layer,) * layers,
-        after=LayerCost(forward=head, backward=2 * head, parameter_bytes=table, held_bytes=6.0 * sequence * vocabulary),
+        after=LayerCost(
+            forward=head,
+            backward=2 * head,
+            forward_products=1,
+            backward_products=2,
+            forward_moved_bytes=_LOGIT_FORWARD_BYTES * sequence * vocabulary,
+            backward_moved_bytes=_LOGIT_BACKWARD_BYTES * sequence * vocabulary,
+            parameter_bytes=table,
+            held_bytes=6.0 * sequence * vocabulary,
+        ),
         shared_bytes=table,
         tokens_per_sample=sequence,
         name=f"GPT {hidden} x {layers}",
@@ -177,9 +199,15 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     cards = (Nic(name="card", kind=row.kind, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s),)
     hosts = tuple(Host(name=f"h{index}", devices=8, nics=cards) for index in range(row.hosts))
     topology = Topology(clusters=(Cluster(name="all", hosts=hosts),))
-    network = Network(topology, local_bytes_per_s=device.local_bytes_per_s)
+    network = Network(topology, local_bytes_per_s=device.local_bytes_per_s, efficiency=REACHED)
+    assert device.moved_bytes_per_s is not None
     training = Training(
-        batch_samples=row.batch, gradient_ratio=2.0, state_ratio=6.0, blocking_sends=True, memory_share=1.0
+        batch_samples=row.batch,
+        gradient_ratio=2.0,
+        state_ratio=6.0,
+        blocking_sends=True,
+        memory_share=1.0,
+        update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
     )
     plain = gpt_cost(row.hidden, row.layers)
     model = _with_scores(plain, row, device) if row.scores_in_memory else plain
@@ -202,7 +230,9 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
 
 def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> ModelCost:
     """The model with the time that attention scores take on their way through memory, as work of the device."""
-    work = row.heads * float(model.tokens_per_sample or 0) ** 2 / _MEMORY_BYTES_PER_S * device.flops_per_s
+    assert device.moved_bytes_per_s is not None
+    # divided among all ranks of a tensor-parallel group, which the cost model does with work
+    work = row.heads * float(model.tokens_per_sample or 0) ** 2 / device.moved_bytes_per_s * device.flops_per_s
     layer = model.layers[0]
     slower = replace(
         layer,

@@ -204,6 +204,58 @@ def test_tensor_parallel_divides_and_pays() -> None:
     assert costs.reduce_s[0] == pytest.approx(2 * (1 / 2) * 2.5e9 / 4e9, rel=1e-3)
 
 
+def test_tensor_parallelism_leaves_whole_what_lies_between_its_parts() -> None:
+    run = shape(Layout(pipeline=2, tensor=2, data=2))
+
+    def held(**training) -> float:
+        return cost_model(**training).step_costs(run, Partition((2, 2))).held_bytes[0]
+
+    # of 1e8 bytes that a layer holds, four times its output of 1e7 is whole on both ranks
+    assert held() == pytest.approx(2 * (4e7 + 6e7 / 2))
+    assert held(sequence_parallel=True) == pytest.approx(2 * 1e8 / 2)
+
+
+def test_products_and_moved_bytes_by_hand() -> None:
+    layer = dataclasses.replace(
+        LAYER, forward_products=4, backward_products=8, forward_moved_bytes=1e10, backward_moved_bytes=2e10
+    )
+    model = dataclasses.replace(MODEL, layers=(layer,) * 4)
+    device = dataclasses.replace(DEVICE, product_s=0.01, moved_bytes_per_s=1e11)
+    costs = cost_model(model=model, devices=(device,) * 2).step_costs(
+        shape(Layout(pipeline=2, data=4)), Partition((2, 2))
+    )
+    assert costs.forward_s[0] == pytest.approx(2 * (1.0 + 4 * 0.01 + 0.1))
+    assert costs.backward_s[0] == pytest.approx(2 * (2.0 + 8 * 0.01 + 0.2))
+    # two microbatches of one sample take longer than one of two: a product's own time is there twice
+    one = cost_model(model=model, devices=(device,) * 2)
+    both = one.step_costs(shape(Layout(pipeline=2, data=4), microbatch_samples=2), Partition((2, 2)))
+    assert both.forward_s[0] < 2 * costs.forward_s[0]
+
+
+def test_each_cluster_has_its_own_speed_inside_a_host() -> None:
+    topology = Topology.from_yaml_text(TWO)
+    network = Network(topology, local_bytes_per_s=(1e11, 1e9), local_latency_s=0.0)
+    costs = CostModel(MODEL, network, devices=(DEVICE,) * 2, training=Training(batch_samples=8))
+    made = costs.step_costs(shape(Layout(pipeline=2, tensor=2, data=2)), Partition((2, 2)))
+    assert made.tensor_forward_s == pytest.approx((2 * 2 * 1e7 / 1e11, 2 * 2 * 1e7 / 1e9), rel=1e-3)
+
+
+def test_hosts_of_a_cluster_may_have_unlike_devices() -> None:
+    slow = find_device_type("speed=5e11,memory=5e11,local=1e11")
+    topology = Topology.from_yaml_text(TWO)
+    network = Network(topology, local_bytes_per_s=1e11)
+    costs = CostModel(
+        MODEL,
+        network,
+        devices=(DEVICE, DEVICE),
+        host_devices=(DEVICE, slow, DEVICE, DEVICE),
+        training=Training(batch_samples=8),
+    )
+    assert costs.speeds(Layout(pipeline=2, data=4)) == (5e11, 1e12)
+    assert costs.memory_limits(Layout(pipeline=2, data=4)) == (0.92 * 5e11, 0.92 * 1e12)
+    assert costs.peak_flops_per_s() == 6 * 1e12 + 2 * 5e11
+
+
 def test_the_slowest_device_sets_a_stages_speed() -> None:
     slow = find_device_type("speed=5e11,memory=1e12")
     model = cost_model(devices=(DEVICE, slow))

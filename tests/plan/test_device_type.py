@@ -29,8 +29,11 @@ def test_by_hand() -> None:
         ("speed=1e12,memory=-4", ["memory=-4"]),
         ("speed=fast,memory=4", ["speed=nan"]),
         ("speed=1e12", ["memory is missing"]),
-        ("speed=1e12,memory=1,colour=2", ["'colour'", "speed (FLOP/s)"]),
-        ("speed=2,memory=1,peak=1", ["above peak"]),
+        ("speed=1e12,memory=1e9,colour=2", ["'colour'", "speed (FLOP/s)"]),
+        ("speed=2e12,memory=1e9,peak=1e12", ["above peak"]),
+        ("speed=100,memory=40e9", ["speed=100", "speed=100e12", "without units"]),
+        ("speed=100e12,memory=40", ["memory=40", "bytes"]),
+        ("speed=100e12,memory=40e9,local=300", ["local=300", "bytes/s"]),
     ],
 )
 def test_refused(text: str, words: list[str]) -> None:
@@ -38,3 +41,13 @@ def test_refused(text: str, words: list[str]) -> None:
         find_device_type(text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_products_in_other_precisions_have_their_own_rate() -> None:
+    for name in ("A100-80GB", "V100-32GB", "H200"):
+        half = find_device_type(name)
+        assert half.at("half") == half
+        assert half.at("fp32").flops_per_s < half.flops_per_s / 4 and half.at("fp32").memory_bytes == half.memory_bytes
+        assert half.at("fp64").flops_per_s <= half.at("fp32").flops_per_s
+    by_hand = find_device_type("speed=1e12,memory=4e9")
+    assert by_hand.at("fp32") == by_hand, "what the layers reach is given for the run's precision"

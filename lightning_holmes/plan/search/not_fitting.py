@@ -57,7 +57,7 @@ def nothing_fits(
         if known:
             continue
         changed = replace(training, sharded_optimizer=True if sharded else training.sharded_optimizer)
-        other = CostModel(model, cost_model.network, devices=cost_model.devices, training=changed)
+        other = cost_model.with_training(changed)
         allowed = (False, True) if again else recomputation
         if any(_can_fit(other, run) for run in _smallest(runs, allowed)):
             cures.append(what)

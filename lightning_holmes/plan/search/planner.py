@@ -51,6 +51,7 @@ class SearchResult:
         runners_up: from several layouts, where these are open.
         left_out: why candidates were not looked at or taken, and how many.
         memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
+        fits_no_optimizer: the best plan does not fit even with one that keeps nothing; it is by hand.
         unrefined: the best plan before single layers were moved.
         tried: all that were simulated of its layout and fit, as they compare with it.
     """
@@ -62,6 +63,7 @@ class SearchResult:
     unrefined: Prediction
     tried: tuple[Prediction, ...]
     memory_note: str | None = None
+    fits_no_optimizer: bool = False
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ def search(
         reason = error
     if not isinstance(space.partition, str) or space.is_settled:
         found = _Search(cost_model, space, preference, limit_memory=False).run()
-        return replace(found, memory_note=f"{BY_HAND}{reason}")
+        training = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
+        bare = predict(cost_model.with_training(training), found.best.run, found.best.partition)
+        return replace(found, memory_note=f"{BY_HAND}{reason}", fits_no_optimizer=not fits(bare))
     found = search(without_states(cost_model, reason), space, preference)
     return replace(found, memory_note=f"{WITH_STATES}{reason}")
 
