@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from typing import IO, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,8 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.search import SearchResult
 
 _WIDTH_WITHOUT_TERMINAL = 120
+_SCHEDULE_WIDTH = 19  # interleaved_1f1b x4
+_BREAK = "\n"
 _GIB = 2.0**30
 
 HEADINGS = (
@@ -49,7 +52,7 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     known = entry.model_flops > 0
     return (
         f"{layout.pipeline} x {layout.tensor} x {layout.data}{across}",
-        f"{run.schedule}{chunks}{again}",
+        f"{run.schedule.replace('eager_inter', f'eager_{_BREAK}inter')}{chunks}{again}",
         f"{run.num_microbatches} of {run.microbatch_samples}",
         describe_counts(entry.partition.layer_counts),
         format_seconds(entry.step_s),
@@ -94,9 +97,19 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     console.print(Text(describe_task(cost_model)))
     if result.memory_note is not None:
         console.print(Text(describe_memory(result.memory_note), style="bold red"))
-    table = Table(title="Plans, the best first", title_justify="left", title_style="bold")
+    table = Table(
+        title="Plans, the best first",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
     for heading in HEADINGS:
-        table.add_column(Text(heading))
+        table.add_column(
+            Text(heading.replace("micro", f"micro-{_BREAK}")),
+            min_width=_SCHEDULE_WIDTH if heading == "schedule" else None,
+        )
     for entry in (result.best, *result.runners_up):
         table.add_row(*(Text(cell) for cell in prediction_cells(entry)), style="bold" if entry is result.best else None)
     console.print(table)

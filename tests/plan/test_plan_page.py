@@ -56,6 +56,7 @@ def test_table(searched: tuple[SearchResult, CostModel]) -> None:
     for words in ("small: 8 layers", "Plans, the best first", "Chosen: pipeline", "  2. pipeline", "candidates"):
         assert words in text
     assert "TFLOPS/GPU" in text and "infiniband" in text
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_what_plans_lack_is_told_everywhere(searched: tuple[SearchResult, CostModel]) -> None:
