@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contract import TWO, Run, each, known
+from contract import Run, each
 from contract_models import Calls, Net, batches, weights
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ModelSummary
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
@@ -306,7 +306,6 @@ def case_a_checkpoint_without_checkpointing_is_refused(run: Run):
         run.trainer(callbacks=[ModelCheckpoint()], enable_checkpointing=False)
 
 
-@known("placeholders of other stages refuse to be written to, in torch's words", TWO)
 def case_a_callback_may_change_weights_between_batches(run: Run):
     """On every process alike."""
 
