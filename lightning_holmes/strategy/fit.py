@@ -252,8 +252,8 @@ class Fit(Run):
         self._has_stepped = True
         if self._clock is not None:
             self._clock.begin_step(step)
-        if self.shards is not None:
-            self.parameter_groups.names_of(self.shards.optimizer)  # of groups added since, before they are sharded
+        for optimizer in trainer.strategy.optimizers:
+            self.parameter_groups.names_of(optimizer)  # of groups added since: refused, or this rank's part of them
         self.gradients.reducer.begin(last=not self.accumulates)
         output = self.step(
             "training_step",

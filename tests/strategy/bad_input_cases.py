@@ -110,6 +110,14 @@ class Sums(pl.Callback):
         self.norm = sum(float(p.norm()) for p in pl_module.parameters())
 
 
+class Grows(pl.Callback):
+    """Gives the optimizer a layer that the module has not had before."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.late = nn.Linear(2, 2)
+        trainer.optimizers[0].add_param_group({"params": list(pl_module.late.parameters())})
+
+
 class Quiet(pl.Callback):
     """On rank 0 only, as people do for what prints."""
 
@@ -238,6 +246,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "parameters in shards": (
         lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Sums()]}),
         ("Sums.on_train_epoch_end reads", "sharded_parameters=False"),
+    ),
+    "a layer that comes late": (
+        lambda s: _fit(s, pipeline_parallel_size=1, trainer={"callbacks": [Grows()]}),
+        ("group 1", "(2, 2)", "when the run began", "configure_model"),
     ),
     "coupled optimizer": (
         lambda s: _fit(s, CoupledOptimizer),
