@@ -234,6 +234,7 @@ def build_process_groups(
             outgoing=outgoing,
             incoming=incoming,
             messages=messages,
+            everyone=None if builder.backend == "gloo" else pipeline,
             device=builder.device,
             narrowed={
                 peer: activation_dtype

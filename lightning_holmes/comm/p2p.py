@@ -48,6 +48,13 @@ class P2P(Protocol):
     rank: int
     size: int
 
+    @property
+    def broadcasts(self) -> bool:
+        """Whether :meth:`broadcast` moves tensors, rather than messages that hold them."""
+
+    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
+        """Bring ``source``'s tensors to all ranks, into ``tensors``; all must call, if any."""
+
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until :meth:`finish`."""
 
@@ -98,6 +105,7 @@ class DistributedP2P:
         messages: a gloo group of all ``ranks``.
         device: where arriving tensors are put.
         narrowed: by rank, the type in which tensors of more bits travel to it and from it; not exact.
+        everyone: a group of all ``ranks`` for tensors, where messages should not hold them; None: they do.
         describe: a group in words, for messages.
     """
 
@@ -111,6 +119,7 @@ class DistributedP2P:
         messages: dist.ProcessGroup,
         device: torch.device,
         narrowed: Mapping[int, torch.dtype] | None = None,
+        everyone: dist.ProcessGroup | None = None,
         describe: Callable[[dist.ProcessGroup], str] = lambda group: group.group_desc,
     ) -> None:
         self.ranks = tuple(ranks)
@@ -121,9 +130,24 @@ class DistributedP2P:
         self._messages = messages
         self._device = device
         self._narrowed = dict(narrowed or {})
+        self._everyone = everyone
         self._describe = describe
         self._in_flight: list[tuple[Any, Tensor, Callable[[], str]]] = []
         self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+
+    @property
+    def broadcasts(self) -> bool:
+        return self._everyone is not None
+
+    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
+        group = self._everyone
+        if group is None:
+            assert not tensors
+            return
+        where = functools.partial(self._where, "a step's results are brought to all", group)
+        with naming(where):
+            for tensor in tensors:
+                dist.broadcast(tensor, self.ranks[source], group=group)
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
@@ -205,6 +229,8 @@ class DistributedP2P:
 class LocalP2P:
     """P2P between the stages of one process; ``mailbox`` is shared by all of them."""
 
+    broadcasts = False
+
     def __init__(self, rank: int, size: int, mailbox: "LocalMailbox") -> None:
         self.rank = rank
         self.size = size
@@ -215,6 +241,10 @@ class LocalP2P:
 
     def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
         return self._mailbox.post(source, self.rank)
+
+    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
+        """Nothing: messages hold all."""
+        assert not tensors
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         self._mailbox.messages[self.rank, destination, topic].append(message)

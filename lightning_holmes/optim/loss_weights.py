@@ -33,7 +33,7 @@ def start_loss_scales(
     def finish() -> list[float | Tensor]:
         if work is not None:
             work.wait()
-        samples, scale = float(total.item()), factor()
+        samples, scale = sum(weights) if replicas is None else float(total.item()), factor()
         return [weight / samples / accumulated * scale if weight else 0.0 for weight in weights]
 
     return finish

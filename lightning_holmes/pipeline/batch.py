@@ -8,11 +8,9 @@ devices to Lightning, and what a step does with them to the user's module.
 """
 
 import enum
-import zlib
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ _CURE = (
     "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule (and `microbatch_weight(self, batch)`, "
     "the number of samples, where it cannot be told), or use num_microbatches=1"
 )
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 
 
 class BatchSplitter:
@@ -123,39 +121,6 @@ def signature(batch: Any) -> Hashable:
     return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tree.named_tensors(batch, "batch"))
 
 
-def checksum(batch: Any) -> int:
-    """A number that differs when two ranks hold different samples: CRC-32 of the tensors' bytes (host) or
-    two wrapping sums of them (device, where the bytes do not leave the accelerator)."""
-    result = zlib.crc32(repr((signature(batch), _constants_of(batch))).encode())
-    for _, tensor in tree.named_tensors(batch, "batch"):
-        if tensor.is_sparse or tensor.is_quantized or tensor.numel() == 0:
-            continue
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if data.device.type == "cpu":
-            result = zlib.crc32(data.numpy().data, result)
-        else:
-            aligned = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
-            words = data.view(torch.int32) if aligned else data
-            places = torch.arange(words.numel(), device=words.device) % 65521 + 1
-            total = torch.stack([words.sum(dtype=torch.int64), (words * places).sum(dtype=torch.int64)])
-            result = zlib.crc32(total.cpu().numpy().data, result)
-    return result
-
-
-def _constants_of(value: Any, seen: set[int] | None = None) -> Any:
-    """The strings, numbers and NumPy arrays of a batch, in order; objects by their class, and what is in them, once."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor) or id(value) in seen:
-        return None
-    if tree.is_object(value):
-        seen.add(id(value))
-    if tree.is_container(value) or tree.is_object(value):
-        return type(value).__name__, [(str(key), _constants_of(child, seen)) for key, child in tree.children_of(value)]
-    if isinstance(value, np.ndarray):
-        return value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
-    return value if isinstance(value, _CONSTANTS) else type(value).__name__
-
-
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], name: str) -> Any:
     """The output of a step over a whole batch, from those of its microbatches.
 
@@ -193,16 +158,21 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], na
 
 
 def weighted_mean(values: list[Tensor], weights: list[float]) -> Tensor:
-    """``sum(w * v) / sum(w)`` over scalar tensors, leaving out zero weights; equal values come back unrounded."""
+    """``sum(w * v) / sum(w)`` over scalar tensors, leaving out zero weights; equal values come back unrounded. Nobody waits for
+    the values of floating-point tensors."""
     kept = [(v.detach(), w) for v, w in zip(values, weights, strict=True) if w != 0]
     if not kept:
         return values[0].detach()
-    if all(bool(torch.equal(v, kept[0][0])) for v, _ in kept):
-        return kept[0][0]
+    first = kept[0][0]
+    floating = first.is_floating_point()
+    if not floating and all(bool(torch.equal(v, first)) for v, _ in kept):
+        return first
     total = sum(w for _, w in kept)
-    dtype = kept[0][0].dtype
     mean = torch.stack([v.double() * (w / total) for v, w in kept]).sum(0)
-    return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+    if not floating:
+        return mean.to(torch.get_default_dtype())
+    alike = (torch.stack([v for v, _ in kept]) == first).all()
+    return torch.where(alike, first, mean.to(first.dtype))
 
 
 def _child(value: Any, key: Any) -> Any:
@@ -286,6 +256,6 @@ def _slice(value: Any, start: int, stop: int, size: int, per_sample: bool, depth
         )
     if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0 and len(value) == size:
         return value[start:stop]
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return value
     raise UnsupportedModuleError(f"cannot deal {path}, a {type(value).__name__}, to microbatches; {_CURE}")

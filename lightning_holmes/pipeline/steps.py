@@ -13,11 +13,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.comm.p2p import P2P, TensorSpec
 from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
 from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepResult
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
@@ -33,6 +34,9 @@ _SHARDS = (
     "A data set that shards itself should do so not by the rank, but by the data-parallel coordinate, which "
     "lightning_holmes.data.data_parallel_coordinate() gives in its __iter__"
 )
+
+
+_Unseen = tuple[P2P, str, Checksum]
 
 
 class StepDriver:
@@ -118,7 +122,7 @@ class StepDriver:
         """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
         observer = request.observer
         start = observer.mark()
-        batch = yield from self._agree_on(request)
+        batch, unseen = yield from self._agree_on(request)
         observer.add("wait", start)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
@@ -162,25 +166,45 @@ class StepDriver:
         finally:
             self.is_inside_part = False
         start = observer.mark()
+        for each in unseen:
+            yield from self._compare_values(*each)
         result = yield from self._share(request, run, sizes, weights, window)
         observer.add("wait", start)
         return result
 
-    def _agree_on(self, request: StepRequest) -> Generator[None, None, Any]:
-        """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank."""
-        batch = request.batch
-        if self.tensor_p2p is not None and 0 in self.pipeline.stages:
-            batch = yield from self._agree_over(self.tensor_p2p, "tensor", batch, request)
-            self.tensor_p2p.finish()
-        if self.p2p is not None:
-            batch = yield from self._agree_over(self.p2p, "pipeline", batch, request)
-        return batch
+    def _agree_on(self, request: StepRequest) -> Generator[None, None, tuple[Any, list[_Unseen]]]:
+        """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank; and what of
+        it is to be compared when the step has been begun, since it lies on an accelerator."""
+        batch, unseen = request.batch, []
+        axes = [("tensor", self.tensor_p2p if 0 in self.pipeline.stages else None), ("pipeline", self.p2p)]
+        for axis, p2p in axes:
+            if p2p is None or p2p.size == 1:
+                continue
+            checksum = None if self.broadcast_batch else Checksum(batch)
+            batch = yield from self._agree_over(p2p, axis, batch, checksum, request)
+            if checksum is not None and checksum.has_values:
+                unseen.append((p2p, axis, checksum))
+            if p2p is self.tensor_p2p:
+                p2p.finish()
+        return batch, unseen
 
-    def _agree_over(self, p2p: P2P, axis: str, batch: Any, request: StepRequest) -> Generator[None, None, Any]:
-        if p2p.size == 1:
-            return batch
+    def _compare_values(self, p2p: P2P, axis: str, checksum: Checksum) -> Generator[None, None, None]:
+        """Compare what lies on accelerators, before the optimizer steps."""
         if p2p.rank == 0:
-            message = tree.map_all_tensors(Tensor.cpu, batch) if self.broadcast_batch else batches.checksum(batch)
+            for rank in range(1, p2p.size):
+                p2p.send_message(rank, TOPIC_BATCH, checksum.values())
+            p2p.finish()
+            return
+        while not p2p.has_message(0, TOPIC_BATCH):
+            yield
+        if p2p.receive_message(0, TOPIC_BATCH) != checksum.values():
+            raise _other_batch(p2p, axis)
+
+    def _agree_over(
+        self, p2p: P2P, axis: str, batch: Any, checksum: Checksum | None, request: StepRequest
+    ) -> Generator[None, None, Any]:
+        if p2p.rank == 0:
+            message = tree.map_all_tensors(Tensor.cpu, batch) if checksum is None else checksum.known
             for rank in range(1, p2p.size):
                 p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last))
             return batch
@@ -193,15 +217,10 @@ class StepDriver:
                 f"the data for {request.step_name} end unevenly: after this batch {axis} rank {ends} has no other, and {axis} "
                 f"rank {goes_on} of the same replica has: every rank of it needs as many batches. {_SHARDS}"
             )
-        if self.broadcast_batch:
+        if checksum is None:
             return tree.map_all_tensors(lambda t: t.to(self.device), message)
-        if message != batches.checksum(batch):
-            raise ConfigurationError(
-                f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
-                f"needs the same samples. {_SHARDS}, and random "
-                f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
-                f"broadcast_batch=True, so that the first stage loads and the others receive"
-            )
+        if message != checksum.known:
+            raise _other_batch(p2p, axis)
         return batch
 
     def _num_samples(self, batch: Any, of_part: bool = False) -> int:
@@ -293,7 +312,10 @@ class StepDriver:
             last = self.last_rank
             while not p2p.has_message(last, TOPIC_RESULT):
                 yield
-            output, calls = p2p.receive_message(last, TOPIC_RESULT)
+            template, specs = p2p.receive_message(last, TOPIC_RESULT)
+            leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
+            p2p.broadcast(last, leaves)
+            output, calls = tree.unflatten(template, leaves)
             return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
         if not alone:
             assert p2p is not None
@@ -311,11 +333,31 @@ class StepDriver:
         output = batches.merge_outputs(run.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None
-            message = (tree.map_tensors(_detached_on_host, output), [_to_host(c) for c in merged])
+            leaves = []
+
+            def pack(tensor: Tensor) -> Any:
+                """Into the message, but for what lies on the device: that goes beside it, and nobody waits for its values."""
+                if not p2p.broadcasts or tensor.device != self.device or tensor.layout is not torch.strided:
+                    return _detached_on_host(tensor)
+                leaves.append(tensor.detach().contiguous())
+                return tree.Leaf(len(leaves) - 1)
+
+            template = tree.map_tensors(pack, (output, merged))
+            specs = [TensorSpec(tuple(leaf.shape), leaf.dtype, False) for leaf in leaves]
             for rank in self._other_ranks():
-                p2p.send_message(rank, TOPIC_RESULT, message)
+                p2p.send_message(rank, TOPIC_RESULT, (template, specs))
+            p2p.broadcast(p2p.rank, leaves)
             p2p.finish()
         return StepResult(output=output, calls=merged)
+
+
+def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
+        f"needs the same samples. {_SHARDS}, and random "
+        f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
+        f"broadcast_batch=True, so that the first stage loads and the others receive"
+    )
 
 
 def _detached_on_host(tensor: Tensor) -> Tensor:
