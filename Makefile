@@ -44,7 +44,7 @@ bench: install ## measure speeds and compare them with what is promised; alone o
 	$(BIN)/python -m pytest -n 0 -s -m benchmark
 
 exhaustive: install ## run every case of the large products (hours), and log each in runs/exhaustive.log
-	HOLMES_EXHAUSTIVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/checkpoint/test_kills.py
+	HOLMES_EXHAUSTIVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract tests/checkpoint/test_kills.py
 
 lint: install ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

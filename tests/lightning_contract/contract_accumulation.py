@@ -84,7 +84,7 @@ def case_an_impossible_schedule_is_refused(run: Run, scheduling: Any):
 
 def case_validation_waits_for_batches_not_for_steps(run: Run):
     calls = Calls("on_validation_start", look=lambda trainer, module: trainer.global_step)
-    run.fit(Net(), callbacks=[calls], accumulate_grad_batches=2, val_check_interval=2)
+    run.fit(Net(), batches(), batches(2), callbacks=[calls], accumulate_grad_batches=2, val_check_interval=2)
     assert calls.seen == [1, 2]
 
 

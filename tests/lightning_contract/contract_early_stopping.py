@@ -83,7 +83,7 @@ def case_needs_no_validation(run: Run):
 
 def case_several_stop_at_the_first(run: Run):
     first, second = EarlyStopping("level", patience=3), EarlyStopping("loss", stopping_threshold=100.0)
-    trainer = run.fit(Levels(*FALLS_AND_RISES), callbacks=[first, second], max_epochs=4)
+    trainer = run.fit(Levels(*FALLS_AND_RISES), batches(), batches(2), callbacks=[first, second], max_epochs=4)
     assert trainer.current_epoch == 1
     assert trainer.early_stopping_callbacks == [first, second]
     assert trainer.early_stopping_callback is first
@@ -107,10 +107,17 @@ def case_of_an_unknown_mode_is_refused(run: Run):
 
 def case_its_state_goes_through_checkpoints(run: Run):
     first, second = EarlyStopping("level", patience=4), EarlyStopping("level", patience=4)
-    trainer = run.fit(Levels(*FALLS_AND_RISES), callbacks=[first], max_epochs=5)
+    trainer = run.fit(Levels(*FALLS_AND_RISES), batches(), batches(2), callbacks=[first], max_epochs=5)
     trainer.save_checkpoint(run.folder / "kept.ckpt")
     run.meet()
-    run.fit(Levels(*FALLS_AND_RISES), callbacks=[second], ckpt_path=run.folder / "kept.ckpt", max_epochs=6)
+    run.fit(
+        Levels(*FALLS_AND_RISES),
+        batches(),
+        batches(2),
+        callbacks=[second],
+        ckpt_path=run.folder / "kept.ckpt",
+        max_epochs=6,
+    )
     assert (first.wait_count, second.wait_count) == (2, 3)
     assert float(second.best_score) == 1.0
 
@@ -121,6 +128,8 @@ def case_what_it_monitors_may_come_once_an_epoch(run: Run):
             self.log("late", [2.0, 1.0, 3.0, 3.0][self.current_epoch])
 
     lines = Lines()
-    trainer = run.fit(Late(), callbacks=[EarlyStopping("late", patience=1)], logger=lines, max_epochs=4)
+    trainer = run.fit(
+        Late(), batches(), batches(2), callbacks=[EarlyStopping("late", patience=1)], logger=lines, max_epochs=4
+    )
     assert trainer.current_epoch == 3
     assert lines.column("late") == [2.0, 1.0, 3.0]

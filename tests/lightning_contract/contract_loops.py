@@ -69,7 +69,7 @@ def case_validation_runs_as_often_as_asked(run: Run, value: Any):
     options, epochs, steps = value
     calls = Calls("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end")
     module = Net()
-    run.fit(module, callbacks=[calls], **options)
+    run.fit(module, batches(), batches(2), callbacks=[calls], **options)
     assert calls.count("on_validation_epoch_start") == calls.count("on_validation_epoch_end") == epochs
     assert calls.count("on_validation_batch_end") == steps
     return weights(module)
@@ -98,7 +98,7 @@ def case_the_sanity_check_says_so_and_logs_nothing(run: Run):
         "on_sanity_check_end",
         look=lambda trainer, module: (trainer.sanity_checking, trainer.global_step),
     )
-    trainer = run.fit(Net(), callbacks=[calls], num_sanity_val_steps=2)
+    trainer = run.fit(Net(), batches(), batches(2), callbacks=[calls], num_sanity_val_steps=2)
     assert calls.names[:4] == ["on_sanity_check_start", *["on_validation_batch_end"] * 2, "on_sanity_check_end"]
     assert calls.seen[:3] == [(True, 0)] * 3
     assert calls.seen[-1] == (False, 4)
@@ -126,7 +126,7 @@ class Stops(pl.Callback):
 def case_should_stop_ends_a_fit(run: Run, value: Any):
     hook, after, options, steps = value
     module = Net()
-    trainer = run.fit(module, callbacks=[Stops(hook, after)], max_epochs=3, **options)
+    trainer = run.fit(module, batches(), batches(2), callbacks=[Stops(hook, after)], max_epochs=3, **options)
     assert trainer.global_step == steps
     assert trainer.state.finished
     return weights(module)
@@ -246,7 +246,7 @@ def case_submodules_in_evaluation_mode_stay_so(run: Run):
         "on_validation_batch_start",
         look=lambda trainer, module: (module.training, *(layer.training for layer in module.layers)),
     )
-    run.fit(module, callbacks=[calls], max_epochs=2, limit_train_batches=1, limit_val_batches=1)
+    run.fit(module, batches(), batches(2), callbacks=[calls], max_epochs=2, limit_train_batches=1, limit_val_batches=1)
     assert calls.seen == [(True, True, False), (False, False, False)] * 2
 
 
@@ -331,7 +331,7 @@ def case_numbers_of_batches_are_known(run: Run):
         "on_train_start",
         look=lambda trainer, module: (trainer.num_training_batches, trainer.val_check_batch, trainer.num_val_batches),
     )
-    trainer = run.fit(Net(), callbacks=[calls], val_check_interval=2)
+    trainer = run.fit(Net(), batches(), batches(2), callbacks=[calls], val_check_interval=2)
     assert calls.seen == [(4, 2, [2])]
     trainer.test(Net(), batches(3), verbose=False)
     trainer.predict(Net(), batches(5))
@@ -368,7 +368,7 @@ def case_an_epoch_of_validation_ends_before_that_of_training(run: Run):
     calls = Calls(
         "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_train_end"
     )
-    run.fit(Net(), callbacks=[calls], limit_train_batches=1)
+    run.fit(Net(), batches(), batches(2), callbacks=[calls], limit_train_batches=1)
     assert calls.names == [
         "on_train_batch_end",
         "on_validation_start",
@@ -393,7 +393,7 @@ def case_without_validation_step_the_loader_is_passed_over(run: Run):
 
     calls = Calls("on_validation_start")
     with run.warning("no `validation_step`"):
-        trainer = run.fit(Trains(), callbacks=[calls])
+        trainer = run.fit(Trains(), batches(), batches(2), callbacks=[calls])
     assert trainer.global_step == 4 and not calls.names
 
 

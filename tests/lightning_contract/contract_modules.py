@@ -239,7 +239,7 @@ def case_precision_is_kept(run: Run, value: Any):
             self.found = (self.layers[0].weight.dtype, outputs.dtype)
 
     module = Notes()
-    run.fit(module, precision=name)
+    run.fit(module, batches(), batches(2), precision=name)
     assert module.found == (of_weights, of_outputs)
     assert module.layers[0].weight.dtype == of_weights
 

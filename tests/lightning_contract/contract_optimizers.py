@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from contract import Run, each
-from contract_models import Calls, Net, weights
+from contract_models import Calls, Net, batches, weights
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -116,7 +116,7 @@ class Plateau(Net):
 
 def case_a_plateau_is_told_what_it_monitors(run: Run):
     module = Plateau()
-    trainer = run.fit(module, max_epochs=4)
+    trainer = run.fit(module, batches(), batches(2), max_epochs=4)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
     return weights(module)
 
@@ -125,14 +125,14 @@ def case_a_plateau_of_something_unknown_is_refused(run: Run):
     module = Plateau()
     module.monitor = "nothing"
     with pytest.raises(MisconfigurationException, match="nothing"):
-        run.fit(module)
+        run.fit(module, batches(), batches(2))
 
 
 def case_a_lax_plateau_of_something_unknown_is_warned_about(run: Run):
     module = Plateau()
     module.monitor, module.strict = "nothing", False
     with run.warning("nothing", RuntimeWarning):
-        run.fit(module)
+        run.fit(module, batches(), batches(2))
 
 
 def case_a_plateau_needs_a_monitor(run: Run):

@@ -124,11 +124,11 @@ def case_a_fit_that_was_complete_trains_no_more(run: Run):
 @each(last="last", best="best")
 def case_checkpoints_are_found_by_a_word(run: Run, word: str):
     checkpoint = ModelCheckpoint(run.folder / "kept", monitor="val_loss", save_last=True)
-    trainer = run.fit(Full(), callbacks=[checkpoint], max_epochs=2)
+    trainer = run.fit(Full(), batches(), batches(2), callbacks=[checkpoint], max_epochs=2)
     module = Full()
     if word == "last":
         again = ModelCheckpoint(run.folder / "kept", save_last=True)
-        trainer = run.fit(module, callbacks=[again], ckpt_path="last", max_epochs=3)
+        trainer = run.fit(module, batches(), batches(2), callbacks=[again], ckpt_path="last", max_epochs=3)
         assert trainer.global_step == 12
     else:
         results = trainer.validate(module, batches(2), ckpt_path="best", verbose=False)

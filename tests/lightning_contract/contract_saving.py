@@ -194,7 +194,7 @@ def case_several_of_nothing_are_refused(run: Run):
 
 def case_of_something_unknown_is_refused(run: Run):
     with pytest.raises(MisconfigurationException, match="nothing"):
-        run.fit(Net(), callbacks=[ModelCheckpoint(run.folder, monitor="nothing")])
+        run.fit(Net(), batches(), batches(2), callbacks=[ModelCheckpoint(run.folder, monitor="nothing")])
 
 
 def case_a_folder_that_is_not_empty_is_warned_about(run: Run):
