@@ -107,7 +107,7 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     )
     for heading in HEADINGS:
         table.add_column(
-            Text(heading.replace("micro", f"micro-{_BREAK}")),
+            Text(heading.replace("micro", f"micro-{_BREAK}").replace("memory/", f"memory{_BREAK}/")),
             min_width=_SCHEDULE_WIDTH if heading == "schedule" else None,
         )
     for entry in (result.best, *result.runners_up):

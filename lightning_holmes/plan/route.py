@@ -6,8 +6,8 @@ It owns the reading of a topology's speeds. Who shares a card is for the caller 
     network.between_hosts(0, 5).bytes_per_s      # hosts by index, in the order of the topology
     network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
 
-Two hosts of one cluster use the fastest RDMA kind that both have up (or the one that the cluster names), Ethernet
-otherwise. Hosts of different clusters use the clusters' link, which all of them share; where there is none, both hosts'
+Hosts whose working cards share an RDMA fabric use it, as a run's groups do (transport.py): in one cluster also cards of which no
+fabric is known. Others use Ethernet. Hosts of different clusters use the clusters' link, which all of them share; where there is none, both hosts'
 Ethernet cards. A link that was measured by one pair of hosts alone says nothing of several, and counts for each pair.
 RDMA cards of one kind add up; of Ethernet cards the first is used.
 """
@@ -100,7 +100,7 @@ class Network:
         key = (min(first, second), max(first, second))
         if key not in self._known:
             same = self.cluster_of_host[first] == self.cluster_of_host[second]
-            self._known[key] = self._inside(*key) if same else self._across(*key)
+            self._known[key] = self.group(key) if same or self._shared_rdma(key) else self._across(*key)
         return self._known[key]
 
     def local_of(self, hosts: Sequence[int]) -> Channel:
@@ -123,40 +123,45 @@ class Network:
         distinct = sorted(set(hosts))
         if len(distinct) == 1:
             return self.local_of(distinct)
-        clusters = {self.cluster_of_host[host] for host in distinct}
-        if len(clusters) == 1:
-            kind = self._kind(distinct)
-            rates = [self._rate(host, kind) for host in distinct]
+        shared = self._shared_rdma(distinct)
+        if shared is not None or len({self.cluster_of_host[host] for host in distinct}) == 1:
+            kind, fabrics = shared or ("ethernet", None)
+            rates = [self._rate(host, kind, fabrics) for host in distinct]
             return Channel(kind, min(rates), self._latency(distinct[0], kind))
         pairs = [
             self.between_hosts(host, other)
             for host, other in zip(distinct, [*distinct[1:], distinct[0]], strict=True)
             if self.cluster_of_host[host] != self.cluster_of_host[other]
         ]
-        inside = [self._rate(host, "ethernet") for host in distinct if self._has(host, "ethernet")]
+        inside = [self._rate(host, "ethernet") for host in distinct if self.hosts[host].nic_of("ethernet") is not None]
         slowest = min(channel.card_bytes_per_s for channel in pairs)
         links = dict(link for channel in pairs for link in channel.links)
         latency_s = max(channel.latency_s for channel in pairs)
         return Channel("ethernet", min([slowest, *inside]), latency_s, tuple(links.items()))
 
-    def _has(self, host: int, kind: str) -> bool:
-        return any(nic.kind == kind and nic.up for nic in self.hosts[host].nics)
-
-    def _kind(self, hosts: Sequence[int]) -> str:
-        """The transport of a group inside one cluster."""
-        cluster = self.topology.clusters[self.cluster_of_host[hosts[0]]]
-        if cluster.fallback is None:
-            if cluster.fabric in _RDMA and all(self._has(host, cluster.fabric) for host in hosts):
-                return cluster.fabric
-            if cluster.fabric is None:
-                for kind in _RDMA:
-                    if all(self._has(host, kind) for host in hosts):
-                        return kind
-        return "ethernet"
-
-    def _inside(self, first: int, second: int) -> Channel:
-        kind = self._kind((first, second))
-        return Channel(kind, min(self._rate(first, kind), self._rate(second, kind)), self._latency(first, kind))
+    def _shared_rdma(self, hosts: Sequence[int]) -> tuple[str, frozenset[str | None]] | None:
+        """The RDMA kind that a run's groups of these hosts use (transport.py), and the fabrics on which all of them are."""
+        same = len({self.cluster_of_host[host] for host in hosts}) == 1
+        found: list[tuple[float, bool, str, frozenset[str | None]]] = []
+        for kind in _RDMA:
+            cards = [
+                [
+                    nic
+                    for nic in self.hosts[host].nics
+                    if nic.kind == kind and nic.up and (nic.addresses or not self.sockets)
+                ]
+                for host in hosts
+            ]
+            # a card of unknown fabric, from a file written by hand, shares that of its cluster
+            fabrics = frozenset.intersection(*(frozenset(nic.fabric for nic in own) for own in cards))
+            fabrics = fabrics if same else fabrics - {None}
+            rates = [
+                min(next(nic.bandwidth_bytes_per_s or 0.0 for nic in own if nic.fabric == fabric) for own in cards)
+                for fabric in fabrics
+            ]
+            if rates:
+                found.append((max(rates), kind == "infiniband", kind, fabrics))
+        return max(found)[2:] if found else None
 
     def _across(self, first: int, second: int) -> Channel:
         ends = self.cluster_of_host[first], self.cluster_of_host[second]
@@ -182,14 +187,15 @@ class Network:
         cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
         return measured is not None or any(nic.bandwidth_bytes_per_s is not None for nic in cards)
 
-    def _rate(self, host: int, kind: str) -> float:
-        """Bytes/s, one way, of a host's cards of a kind, all of them together."""
+    def _rate(self, host: int, kind: str, fabrics: frozenset[str | None] | None = None) -> float:
+        """Bytes/s, one way, of a host's cards of a kind (on these fabrics), all of them together; by sockets of one."""
         cluster = self.topology.clusters[self.cluster_of_host[host]]
         measured = cluster.speed(kind)
         if measured is not None and measured.measured and (kind == "ethernet" or self.sockets):
             return measured.bandwidth_bytes_per_s
         cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
-        if kind == "ethernet":
+        cards = cards if fabrics is None else [nic for nic in cards if nic.fabric in fabrics]
+        if kind == "ethernet" or self.sockets:
             cards = cards[:1]
         rates = [nic.bandwidth_bytes_per_s for nic in cards]
         if rates and None not in rates:

@@ -15,6 +15,7 @@ from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.training import Training
+from lightning_holmes.plan.transport import TransportChooser
 
 TWO = """
 clusters:
@@ -91,7 +92,8 @@ def test_missing_speeds_name_the_link(text: str, hosts: tuple[int, int], words: 
 
 
 def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
-    topology = Topology.from_yaml_text(TWO)
+    text = TWO.replace("{name: ib, kind: infiniband,", "{name: ib, kind: infiniband, addresses: [10.0.0.1],")
+    topology = Topology.from_yaml_text(text)
     speed = {"transport": "infiniband", "bandwidth_bytes_per_s": 2e9, "latency_s": 1e-5, "measured": True}
     from lightning_holmes.cluster.topology import LinkSpeed
 
@@ -100,6 +102,30 @@ def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
     rdma, sockets = (Network(topology, local_bytes_per_s=1e11, sockets=flag) for flag in (False, True))
     assert (rdma.between_hosts(0, 1).bytes_per_s, sockets.between_hosts(0, 1).bytes_per_s) == (8e9, 2e9)
     assert rdma.between_hosts(0, 1).latency_s == 1e-5
+
+
+FABRICS = """
+clusters:
+  - name: c
+    fabric: infiniband
+    hosts:
+      - {name: a, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9},
+                                     {name: i1, kind: infiniband, fabric: y, bandwidth: 2e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
+      - {name: b, devices: 1, nics: [{name: i0, kind: infiniband, fabric: y, bandwidth: 2e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
+      - {name: d, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
+  - name: far
+    hosts:
+      - {name: f, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
+"""
+
+
+def test_hosts_use_the_fabric_that_a_runs_groups_would() -> None:
+    topology = Topology.from_yaml_text(FABRICS)
+    network, chooser = Network(topology, local_bytes_per_s=1e11), TransportChooser(topology)
+    rates = {(0, 1): 2e9, (0, 2): 8e9, (1, 2): 1e9, (0, 1, 2): 1e9, (0, 3): 8e9, (0, 2, 3): 8e9, (1, 3): 1e9}
+    for hosts, rate in rates.items():
+        assert network.group(hosts).transport == chooser.choose(hosts).kind, hosts
+        assert network.group(hosts).bytes_per_s == rate, hosts
 
 
 def test_layouts() -> None:
