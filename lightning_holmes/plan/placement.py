@@ -135,6 +135,22 @@ def make_placement(
     return Placement(tuple(stage.ranks for stage in stages), tensor_parallel_size)
 
 
+def device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """A placement's global ranks as devices in the order of the topology."""
+    order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
+    device = {rank: index for index, rank in enumerate(order)}
+    return tuple(tuple(device[rank] for rank in row) for row in grid)
+
+
+def is_plain(topology: Topology, stage_size: int) -> bool:
+    """Whether stages of so many devices are dealt in the order of the topology: they divide each cluster, whose hosts are on the
+    same fabrics. It tells without looking at the ranks, of which there may be thousands."""
+    return all(
+        cluster.num_devices % stage_size == 0 and len({_fabrics(cluster, host) for host in cluster.hosts}) == 1
+        for cluster in topology.clusters
+    )
+
+
 class _Place(NamedTuple):
     """A rank, and its host's cluster and place in the topology and fabrics."""
 

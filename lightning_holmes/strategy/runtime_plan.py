@@ -25,7 +25,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs, plan_by_count, repeat_plan
-from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.placement import device_grid, make_placement
 from lightning_holmes.plan.plan_making import make_plan
 from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.run_shape import Layout
@@ -232,7 +232,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         pipeline=placement.pipeline_parallel_size,
         tensor=placement.tensor_parallel_size,
         data=placement.data_parallel_size,
-        grid=_device_grid(placement.grid, topology),
+        grid=device_grid(placement.grid, topology),
     )
     local, latency = LOCAL_BYTES_PER_S.get(device, 1e9), LOCAL_LATENCY_S.get(device, 100e-6)
     sockets = request.layout.is_gloo
@@ -289,13 +289,6 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             "lightning-holmes topology measures them"
         )
     return cost_model, layout, note
-
-
-def _device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """A placement's global ranks as devices in the order of the topology."""
-    order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
-    device = {rank: index for index, rank in enumerate(order)}
-    return tuple(tuple(device[rank] for rank in row) for row in grid)
 
 
 def _with_stated_speeds(topology: Topology) -> Topology:

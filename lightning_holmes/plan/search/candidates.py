@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES
+from lightning_holmes.plan.placement import device_grid, is_plain, make_placement
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.run_shape import Across, Layout, RunShape
 from lightning_holmes.plan.schedule import spec_of
@@ -139,7 +141,21 @@ def _layouts(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) 
                 left_out[f"the batch of {batch} cannot be sharded evenly over the replicas"] += 1
             else:
                 for across in space.across if several and pipeline > 1 and data > 1 else space.across[:1]:
-                    yield Layout(pipeline=pipeline, tensor=tensor, data=data, across=across)
+                    layout = Layout(pipeline=pipeline, tensor=tensor, data=data, across=across)
+                    yield layout if across == "data" else _as_placed(cost_model.network.topology, layout)
+
+
+def _as_placed(topology: Topology, layout: Layout) -> Layout:
+    """With the devices that a run would give to each pipeline rank, where these are not simply in order."""
+    if is_plain(topology, layout.tensor * layout.data):
+        return layout
+    placement = make_placement(
+        topology,
+        world_size=layout.num_devices,
+        pipeline_parallel_size=layout.pipeline,
+        tensor_parallel_size=layout.tensor,
+    )
+    return replace(layout, grid=device_grid(placement.grid, topology))
 
 
 def _runs(

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import time
+from collections import Counter
 
 import pytest
 
@@ -12,10 +13,12 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search import SearchSpace, planner, search
+from lightning_holmes.plan.search.candidates import make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
@@ -133,6 +136,25 @@ def test_the_pipeline_crosses_the_slow_link_and_gradients_do_not() -> None:
     assert all(entry.reason for entry in result.runners_up)
     blind = [entry for entry in (result.best, *result.runners_up) if "ethernet" not in entry.nic_bytes]
     assert not blind
+
+
+def test_devices_are_dealt_as_a_run_would() -> None:
+    """Hosts of two fabrics by turns, and clusters that stages do not divide: a stage is of one fabric, and of one cluster."""
+    nics = [
+        f"nics: [{{name: i, kind: infiniband, fabric: {f}, bandwidth: 8e9}}, {{name: e, kind: ethernet, bandwidth: 1e9}}]"
+        for f in "xy"
+    ]
+    hosts = ", ".join(f"{{name: h{i}, devices: 1, {nics[i % 2]}}}" for i in range(4))
+    others = ", ".join(f"{{name: g{i}, devices: 1, {nics[0]}}}" for i in range(4))
+    topology = Topology.from_yaml_text(f"clusters: [{{name: a, hosts: [{hosts}]}}, {{name: b, hosts: [{others}]}}]")
+    costs = cost_model(gpt_cost(1024, 12), topology, 32)
+    set_ups = make_set_ups(costs, SearchSpace(pipeline=(4, 8), across=("pipeline",)), Counter())
+    layouts = {set_up.runs[0].layout.pipeline: set_up.runs[0].layout for set_up in set_ups}
+    for size, layout in layouts.items():
+        placed = make_placement(topology, world_size=8, pipeline_parallel_size=size).grid
+        assert tuple(tuple(layout.devices_of(rank).ravel().tolist()) for rank in range(size)) == placed
+    assert layouts[4].devices_of(0).ravel().tolist() == [0, 2], "of one fabric"
+    assert layouts[4].grid is not None and costs.facts(layouts[4]).groups[0].channel.transport == "infiniband"
 
 
 def test_what_is_asked_for_is_kept() -> None:
