@@ -367,6 +367,26 @@ def documented_keys() -> dict[str, set[str]]:
     return found
 
 
+def test_precision_and_each_hosts_devices_count(capsys, tmp_path):
+    def step_s(*more: str) -> float:
+        code, out, err = run(capsys, *RECIPE, "--format=json", *more)
+        assert code == 0, err
+        return json.loads(out[out.index("{") :])["best"]["step_s"]
+
+    half, fp32 = (
+        step_s("--device_type=A100-80GB", f"--trainer.precision={name}") for name in ("bf16-mixed", "32-true")
+    )
+    assert half < fp32
+    host = "{name: %s, devices: 2, device_type: %s, nics: [{name: e, kind: ethernet, bandwidth: 10 Gbit/s}]}"
+    taken = []
+    for kind in ("A100-80GB", "T4"):
+        path = tmp_path / f"{kind}.yaml"
+        hosts = ", ".join(host % entry for entry in (("a", "A100-80GB"), ("b", kind)))
+        path.write_text(f"clusters: [{{name: c, hosts: [{hosts}]}}]")
+        taken.append(step_s(f"--topology={path}", "--trainer.strategy.init_args.topology=auto"))
+    assert taken[0] < taken[1], "types come from the file"
+
+
 def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):
     code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
     assert code == 0, err
