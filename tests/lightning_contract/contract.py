@@ -193,10 +193,10 @@ def _marked(function: Any, mark: str, key: str | None) -> dict[str, str]:
     return {layout: text for text, layouts in marks for layout in layouts}
 
 
-def collect() -> dict[str, Case]:
-    """All cases, by name: the family, the promise, and the value in brackets."""
+def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
+    """All cases of some files, by name: the family, the promise, and the value in brackets."""
     cases = {}
-    for file in FILES:
+    for file in files:
         for name, function in vars(importlib.import_module(file)).items():
             if not name.startswith("case_"):
                 continue
@@ -226,28 +226,32 @@ def select(cases: dict[str, Case], layout: str) -> list[str]:
 # running
 
 
-def run_cases(layout: str, names: Sequence[str]) -> dict[str, list[Record]]:
-    """The records of these cases, by process.
+def run_cases(
+    layout: str, names: Sequence[str], *, files: Sequence[str] = FILES, timeout_s: float = CASE_TIMEOUT_S
+) -> dict[str, list[Record]]:
+    """The records of these cases, by process; each has ``timeout_s``.
 
     A case that does not hold, hangs or crashes on several processes ends its launch, since they may have parted ways. Its
     record tells, and the cases after it run in a new launch.
     """
     records: dict[str, list[Record]] = {}
-    cases = collect()
+    cases = collect(files)
     # those that must fail are the last
     remaining = sorted(names, key=lambda name: layout in {**cases[name].known, **cases[name].refused})
     while remaining:
         with tempfile.TemporaryDirectory(prefix="holmes-contract-") as folder:
-            records |= _launch(layout, remaining, Path(folder))
+            records |= _launch(layout, remaining, Path(folder), files, timeout_s)
         remaining = [name for name in remaining if name not in records]
     return records
 
 
-def _launch(layout: str, names: Sequence[str], folder: Path) -> dict[str, list[Record]]:
+def _launch(
+    layout: str, names: Sequence[str], folder: Path, files: Sequence[str], timeout_s: float
+) -> dict[str, list[Record]]:
     """The records of the first cases, up to one that did not end well."""
-    timeout_s = CASE_TIMEOUT_S + 5.0 * len(names)
-    payload = (str(folder), layout, list(names))
-    workers = launch_raw(LAYOUTS[layout], "contract:work", payload, timeout_s=timeout_s, folder=folder / "launch")
+    payload = (str(folder), layout, list(names), list(files), timeout_s)
+    longest = timeout_s + 5.0 * len(names)
+    workers = launch_raw(LAYOUTS[layout], "contract:work", payload, timeout_s=longest, folder=folder / "launch")
     records = {}
     for index, name in enumerate(names):
         records[name] = [_read(folder / f"{index}.{rank}", rank, worker) for rank, worker in enumerate(workers)]
@@ -265,17 +269,17 @@ def _read(path: Path, rank: int, worker: Worker) -> Record:
     return Record(error=f"process {rank} {ending} in this case, or waited for another:\n{worker.output[-4000:]}")
 
 
-def work(payload: tuple[str, str, list[str]]) -> None:
+def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
     """What each process of a launch does: the cases in turn; with others beside it, until one does not hold."""
-    folder, layout, names = payload
+    folder, layout, names, files, timeout_s = payload
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    rank, cases = int(os.environ["RANK"]), collect()
+    rank, cases = int(os.environ["RANK"]), collect(files)
     gc.freeze()  # what is imported stays, and need not be gone through at each fit
     registry.entry_points = functools.cache(registry.entry_points)  # each Trainer asks what is installed
     for index, name in enumerate(names):
         print(f"CASE {name}", flush=True)
-        record = run_case(cases[name], layout, Path(folder) / f"case{index}")
+        record = run_case(cases[name], layout, Path(folder) / f"case{index}", timeout_s)
         temporary = Path(folder) / f"{index}.{rank}.part"
         try:
             temporary.write_bytes(pickle.dumps(record))
@@ -286,7 +290,7 @@ def work(payload: tuple[str, str, list[str]]) -> None:
             return
 
 
-def run_case(case: Case, layout: str, folder: Path) -> Record:
+def run_case(case: Case, layout: str, folder: Path, timeout_s: float) -> Record:
     """One case in this process, which is left as it was. One that hangs ends the process, and says where."""
     folder.mkdir(exist_ok=True)
     environment, before, record = dict(os.environ), Path.cwd(), Record()
@@ -294,7 +298,7 @@ def run_case(case: Case, layout: str, folder: Path) -> Record:
     os.chdir(folder)
     pl.seed_everything(7, verbose=False)
     os.environ.pop("PL_GLOBAL_SEED", None)
-    faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         record.result = case.function(Run(layout, folder, case.num_microbatches), *case.arguments)
     except BaseException as exception:  # an interrupted Trainer exits
@@ -312,7 +316,7 @@ def describe(exception: BaseException) -> str:
     """Its traceback, and the values in the innermost frame of a case."""
     text = "".join(traceback.format_exception(exception))
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
-    mine = [frame for frame in frames if "contract_" in Path(frame.f_code.co_filename).name]
+    mine = [frame for frame in frames if Path(frame.f_code.co_filename).parent == Path(__file__).parent][1:]
     if mine:
         values = [f"{name} = {value!r}" for name, value in mine[-1].f_locals.items()]
         text += "".join(f"    {value[:500]}\n" for value in values if "\n" not in value)
