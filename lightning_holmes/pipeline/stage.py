@@ -415,6 +415,8 @@ class PipelineModule:
                 f"{run.step_name} went on after the pipeline had ended it after layer {run.position}: a bare `except:` or "
                 f"`except BaseException:` around the model call swallows that end; catch Exception instead"
             )
+        if output is None and self.num_stages == 1:
+            return None  # nothing to train by, which may be known before the layers
         last = run.stage == self.num_stages - 1
         if run.position != self.structure.num_layers - 1 or (not last and run.payload is None):
             raise UnsupportedModuleError(

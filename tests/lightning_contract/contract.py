@@ -41,7 +41,8 @@ from lightning.pytorch import Trainer
 from lightning_holmes import HolmesStrategy
 
 CASE_TIMEOUT_S = 60.0  # a case takes about a tenth of a second
-FILES = sorted(path.stem for path in Path(__file__).parent.glob("contract_*.py") if path.stem != "contract_models")
+FOLDER = Path(__file__).parent
+FILES = sorted(path.stem for path in FOLDER.glob("contract_*.py") if path.stem != "contract_models")
 
 PLAIN, ONE, TWO = "plain", "one process", "two stages"
 LAYOUTS = {PLAIN: 1, ONE: 1, TWO: 2}
@@ -316,7 +317,7 @@ def describe(exception: BaseException) -> str:
     """Its traceback, and the values in the innermost frame of a case."""
     text = "".join(traceback.format_exception(exception))
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
-    mine = [frame for frame in frames if Path(frame.f_code.co_filename).parent == Path(__file__).parent][1:]
+    mine = [f for f in frames if Path(f.f_code.co_filename).parent == FOLDER and f.f_code.co_filename != __file__]
     if mine:
         values = [f"{name} = {value!r}" for name, value in mine[-1].f_locals.items()]
         text += "".join(f"    {value[:500]}\n" for value in values if "\n" not in value)

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contract import ONE, TWO, Run, each, known, refused, whole_batches
+from contract import TWO, Run, each, refused, whole_batches
 from contract_models import Calls, Net, batches, same, stream, weights
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -146,7 +146,6 @@ def case_a_batch_start_hook_may_end_the_epoch(run: Run):
 
 
 @refused("training_step", TWO)
-@known("a step that returns None before the layers is refused on one process, too", ONE)
 @whole_batches
 def case_a_step_may_skip_its_batch(run: Run):
     class Skips(Net):
