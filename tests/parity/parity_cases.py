@@ -175,6 +175,8 @@ def makes_sense(
     pipeline, replicas = layout
     if (pipeline == 1 and schedule not in ("none", LAYERED)) or (pipeline > 1 and schedule == "none"):
         return False
+    if family == "gemma3" and pipeline == 4 and schedule in CHUNKED:
+        return False  # with eight layers its gradients are NaN in plain Lightning, too
     if replicas == 1 and (sync, optimizer) != ("auto", "whole"):
         return False
     if optimizer == "layered" and schedule != LAYERED:
@@ -230,9 +232,11 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
 """What the Trainer is told, and the families that are run with it (all, if none are named)."""
 ROUNDED = (
     ("gpt", "bf16-mixed", None),
-    ("gpt2_tied", "bf16-mixed", None),
+    # without the last batch, of one sample in four parts: plain Lightning in bf16-mixed is 0.020 of the largest entry from fp32 after it,
+    # and the parts are 0.009
+    ("gpt2_tied", "bf16-mixed", 3),
     ("llama_ragged", "bf16-true", None),
-    # without the last batch, of one sample in four parts: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
+    # likewise: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
     # there (where bf16 has no instructions of its own), and fp64 lies between them
     ("vit", "bf16-true", 3),
 )
