@@ -128,8 +128,6 @@ class Case:
     place: int = 0
     """Of its value among those of :func:`each`."""
     num_microbatches: int = 2
-    known: dict[str, str] = field(default_factory=dict)
-    """By layout, why it does not hold yet."""
     refused: dict[str, str] = field(default_factory=dict)
     """By layout, what the strategy's refusal says."""
 
@@ -159,20 +157,6 @@ def whole_batches(function: Any) -> Any:
     return function
 
 
-def known(reason: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """The decorated promise is known not to hold on these layouts (all of the strategy's unless given): it must fail there.
-
-    Args:
-        only: of the values of :func:`each`, those that it does not hold with.
-    """
-
-    def mark(function: Any) -> Any:
-        function.known = [*getattr(function, "known", ()), (reason, layouts or (ONE, TWO), only)]
-        return function
-
-    return mark
-
-
 def refused(match: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[Any], Any]:
     """The decorated promise is not kept but refused on these layouts (all of the strategy's unless given): the case ends in an
     error of this package that says ``match``, on every process.
@@ -188,12 +172,6 @@ def refused(match: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[An
     return mark
 
 
-def _marked(function: Any, mark: str, key: str | None) -> dict[str, str]:
-    """By layout, what a mark says of a promise with the value ``key``."""
-    marks = [(text, layouts) for text, layouts, only in getattr(function, mark, ()) if not only or key in only]
-    return {layout: text for text, layouts in marks for layout in layouts}
-
-
 def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
     """All cases of some files, by name: the family, the promise, and the value in brackets."""
     cases = {}
@@ -201,6 +179,7 @@ def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
         for name, function in vars(importlib.import_module(file)).items():
             if not name.startswith("case_"):
                 continue
+            marks = getattr(function, "refused", ())
             promise = f"{file.removeprefix('contract_')}.{name.removeprefix('case_')}"
             for place, (key, value) in enumerate(getattr(function, "each", {None: None}).items()):
                 case = Case(
@@ -209,8 +188,9 @@ def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
                     arguments=() if key is None else (value,),
                     place=place,
                     num_microbatches=getattr(function, "num_microbatches", 2),
-                    known=_marked(function, "known", key),
-                    refused=_marked(function, "refused", key),
+                    refused={
+                        layout: match for match, layouts, only in marks if not only or key in only for layout in layouts
+                    },
                 )
                 cases[case.name] = case
     return cases
@@ -218,10 +198,10 @@ def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
 
 def select(cases: dict[str, Case], layout: str) -> list[str]:
     """The names of the cases that run on a layout: on two stages, where a case costs most, each third value of a promise and
-    what is marked; all under `make exhaustive`."""
+    what is refused; all under `make exhaustive`."""
     if layout != TWO or EXHAUSTIVE:
         return list(cases)
-    return [name for name, case in cases.items() if case.place % 3 == 0 or TWO in {**case.known, **case.refused}]
+    return [name for name, case in cases.items() if case.place % 3 == 0 or TWO in case.refused]
 
 
 # running
@@ -237,8 +217,8 @@ def run_cases(
     """
     records: dict[str, list[Record]] = {}
     cases = collect(files)
-    # those that must fail are the last
-    remaining = sorted(names, key=lambda name: layout in {**cases[name].known, **cases[name].refused})
+    # those that end in a refusal are the last
+    remaining = sorted(names, key=lambda name: layout in cases[name].refused)
     while remaining:
         with tempfile.TemporaryDirectory(prefix="holmes-contract-") as folder:
             records |= _launch(layout, remaining, Path(folder), files, timeout_s)
