@@ -158,14 +158,14 @@ class StageShards:
         device = next((part.device for part in self.parts), torch.device("cpu"))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
         for part in self.parts:
-            self._take(part)
+            part.shard = torch.zeros(part.numel // self.size, dtype=part.dtype, device=part.device)
+            self._keep(part)
         return pieces
 
-    def _take(self, part: Part) -> None:
-        """Keep this replica's share of a part whose parameters are whole, and let go of these."""
+    def _keep(self, part: Part) -> None:
+        """Put this replica's share of a part whose parameters are whole into its shard, and let go of these."""
         share = part.numel // self.size
         begin = self.rank * share
-        part.shard = torch.zeros(share, dtype=part.dtype, device=part.device)
         with torch.no_grad():
             for name, start in zip(part.names, part.starts, strict=True):
                 flat = self.parameters[name].detach().reshape(-1)
@@ -279,15 +279,7 @@ class StageShards:
                 dtensor.replace_local(self.parameters[name], view)
         write()
         for part in self.parts:
-            share = part.numel // self.size
-            begin = self.rank * share
-            with torch.no_grad():
-                for name, start in zip(part.names, part.starts, strict=True):
-                    flat = self.parameters[name].detach().reshape(-1)
-                    first, last = max(start, begin), min(start + flat.numel(), begin + share)
-                    if first < last:
-                        part.shard[first - begin : last - begin] = flat[first - start : last - start]
-                    self._let_go(name)
+            self._keep(part)
 
     def close(self) -> None:
         """Give each parameter its values again, in memory of its own."""

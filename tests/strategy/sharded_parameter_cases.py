@@ -188,4 +188,21 @@ def _thaw(module: pl.LightningModule, trainer: Trainer) -> None:
     trainer.callbacks.append(Thaw())  # type: ignore[attr-defined]
 
 
-REFUSED = {"an average of weights": _average, "thawed in mid-run": _thaw}
+def _read(attribute: str) -> Any:
+    def add(module: pl.LightningModule, trainer: Trainer) -> None:
+        class Read(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+                weight = pl_module.layers[0].up.weight
+                weight.norm() if attribute == "value" else weight.grad
+
+        trainer.callbacks.append(Read())  # type: ignore[attr-defined]
+
+    return add
+
+
+REFUSED = {
+    "an average of weights": _average,
+    "thawed in mid-run": _thaw,
+    "a weight is read": _read("value"),
+    "a gradient is read": _read("grad"),
+}
