@@ -131,6 +131,9 @@ class RecordedConfig(SaveConfigCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._record.on_fit_start(trainer, pl_module)
 
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        self._record.on_train_batch_end(trainer, pl_module, *batch)
+
 
 class HolmesCLI(LightningCLI):
     """LightningCLI with the subcommands `check` and `plan`."""

@@ -37,6 +37,8 @@ class _Step:
     began: Any
     events: list[tuple[EventKind, Any, Any, int, int]] = field(default_factory=list)
     ended: Any = None
+    noted: int = 0
+    """Events when the batch was done: what follows belongs to the step only if the next batch follows at once."""
 
 
 class StepClock(StepObserver):
@@ -98,10 +100,12 @@ class StepClock(StepObserver):
         """The batch is done; the step ends here if no other follows at once."""
         if self._open is not None:
             self._open.ended = self.mark()
+            self._open.noted = len(self._open.events)
 
     def interrupt(self) -> None:
         """Something else than the next training batch follows: validation, saving, the end."""
         if self._open is not None and self._open.ended is not None:
+            del self._open.events[self._open.noted :]
             self._steps.append(self._open)
         self._open = None
 

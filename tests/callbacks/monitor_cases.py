@@ -18,11 +18,13 @@ class MonitorCounter(pl.Callback):
 
 
 def monitored(payload: Any) -> dict[str, Any]:
-    """Two epochs of four batches, with a validation between; what was written, as rank 0 sees it."""
+    """Two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; what was written, as rank
+    0 sees it."""
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
     counter = MonitorCounter()
     trainer = setting.trainer(max_epochs=2, callbacks=[counter])
-    trainer.fit(build(Classifier), setting.loader(samples(64), 16), setting.loader(samples(16, seed=1), 16))
+    validation = setting.loader(samples(16, seed=1), 16) if payload.get("validates", True) else None
+    trainer.fit(build(Classifier), setting.loader(samples(64), 16), validation)
     path = Path(payload["folder"]) / "timeline.json"
     return {
         "data": json.loads(path.read_text()) if trainer.is_global_zero else None,

@@ -58,7 +58,8 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, sharded: bool) -> None:
     holmes = {"num_microbatches": 2, "monitor": True, "bucket_bytes": 256, "sharded_optimizer": sharded}
-    payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2}
+    # without validation, which waits for the parameters: a step after it gathers nothing
+    payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2, "validates": False}
     data = launch(2, "monitor_cases:monitored", payload, timeout_s=120)[0]["data"]
     for replica in data["replicas"]:
         (row,) = Timeline.from_data(replica["timeline"]).spans
@@ -70,7 +71,8 @@ def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, s
         waited = max(span.end_s for span in row if span.kind == "reduce")
         assert first < reduced[0].start_s and reduced[-1].end_s <= waited
         assert bool(found["bucket_gather"]) == sharded
-        assert all(0 <= span.start_s <= span.end_s <= data["step_s"] * (1 + 1e-9) for span in row)
+        outside = [s for s in row if not 0 <= s.start_s <= s.end_s <= data["step_s"] * (1 + 1e-9)]
+        assert not outside, (data["step_s"], outside, row)
 
 
 def test_one_process_is_monitored_by_the_callback_and_keeps_its_numbers(tmp_path: Path) -> None:
