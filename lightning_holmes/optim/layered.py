@@ -13,7 +13,7 @@ read is reduced last. Parameters come and go by stage_shards.py.
 Source: arXiv 2106.02679, section 4. One replica adds what its microbatches give as several do.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.loss_weights import start_loss_scales
-from lightning_holmes.optim.stage_shards import NUM_BUFFERS, Part, StageShards
+from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
+from lightning_holmes.optim.stage_shards import Part, StageShards
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
@@ -60,20 +61,18 @@ class LayeredReducer:
         self._dtype = dtype
         self._collective = collective
         self._stages = tuple(stages)
-        self._place = {stage: index % NUM_BUFFERS for index, stage in enumerate(stages)}
         self._trained = {
             stage: [p for p in shards.parts if p.is_trained and p.stage == stage] for stage in (*stages, None)
         }
         self._shared = join_shared(groups, placement, shared)
         self._names = [name for part in shards.parts if part.is_trained for name in part.names]
-        self._buffers = [self._make_buffer(stages, place) for place in range(NUM_BUFFERS)]
+        self._buffers = StageBuffers({stage: self._sizes(stage) for stage in stages}, device)
         self._views: dict[str, Tensor] = {}
         self._open: dict[int | None, list[Tensor]] = {}
         self._busy: list[Work | None] = [None] * NUM_BUFFERS
         self._works: list[Work] = []
         self._touched: set[str] = set()
         self._reached: frozenset[str] = frozenset()
-        self._flags_work: Work | None = None
         self._unreduced: set[int] = set()
         self._is_new = True  # a window has not gathered anything
         self._hooks = [
@@ -81,12 +80,8 @@ class LayeredReducer:
             for name in self._names
         ]
 
-    def _make_buffer(self, stages: Sequence[int], place: int) -> Tensor:
-        most = max((self._bytes(self._trained[s]) for s in stages if self._place[s] == place), default=0)
-        return torch.zeros(most, dtype=torch.uint8, device=self._device)
-
-    def _bytes(self, parts: Iterable[Part]) -> int:
-        return sum(part.numel * self._dtype_of(part).itemsize for part in parts)
+    def _sizes(self, stage: int | None) -> list[tuple[int, torch.dtype]]:
+        return [(part.numel, self._dtype_of(part)) for part in self._trained[stage]]
 
     def _dtype_of(self, part: Part) -> torch.dtype:
         own, wanted = part.dtype, self._dtype
@@ -128,26 +123,19 @@ class LayeredReducer:
         if not first:
             return
         if None not in self._open and self._trained[None]:
-            parts = self._trained[None]
-            self._gather_in(None, torch.zeros(self._bytes(parts), dtype=torch.uint8, device=self._device))
-        place = self._place[stage]
+            self._gather_in(None, allocate(self._sizes(None), self._device))
+        place = self._buffers.place(stage)
         busy, self._busy[place] = self._busy[place], None
         if busy is not None:
             busy.wait()
-        buffer = self._buffers[place][: self._bytes(self._trained[stage])]
-        self._gather_in(stage, buffer.zero_())
+        self._gather_in(stage, self._buffers.of(stage))
 
-    def _gather_in(self, stage: int | None, memory: Tensor) -> None:
-        start = 0
-        self._open[stage] = []
-        for part in self._trained[stage]:
-            dtype = self._dtype_of(part)
-            buffer = memory[start : start + part.numel * dtype.itemsize].view(dtype)
-            start += buffer.numel() * dtype.itemsize
-            self._open[stage].append(buffer)
-            for name, view in part.views(buffer).items():
+    def _gather_in(self, stage: int | None, buffers: list[Tensor]) -> None:
+        self._open[stage] = buffers
+        for part, buffer in zip(self._trained[stage], buffers, strict=True):
+            for name, view in part.views(buffer.zero_()).items():
                 self._views[name] = view
-                self.parameters[name].grad = view if dtype == part.dtype else None
+                self.parameters[name].grad = view if buffer.dtype == part.dtype else None
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -163,7 +151,7 @@ class LayeredReducer:
 
     def reduce(self, stage: int) -> None:
         """All backwards of ``stage`` are done: start to sum its gradients over the replicas, each its share."""
-        self._busy[self._place[stage]] = self._start(stage)
+        self._busy[self._buffers.place(stage)] = self._start(stage)
         self._unreduced.discard(stage)
         if not self._unreduced and None in self._open and not any(part.ranks for part in self._trained[None]):
             self._start(None)
@@ -246,7 +234,6 @@ class LayeredReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._buffers.clear()
         self._views.clear()
         self.queue.close()
 

@@ -18,7 +18,7 @@ Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +28,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole
-
-NUM_BUFFERS = 2
-_ALIGNED = 256  # bytes, between parts in a buffer
+from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,11 +96,11 @@ class StageShards:
         self.size, self.rank = size, rank
         self.parts: list[Part] = []
         self._queue, self._gather = queue, gather
-        self._place = {stage: index % NUM_BUFFERS for index, stage in enumerate(stages)}
+        self._stages = tuple(stages)
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
         self._of_stage: dict[int | None, list[Part]] = {}
-        self._buffers: list[Tensor] = []
+        self._buffers: StageBuffers | None = None
         self._held: set[int | None] = set()
         self._common: tuple[Work, Sequence[Tensor]] | None = None
         self._blank = {name: placeholder(p.detach()) for name, p in self.parameters.items()}
@@ -144,19 +142,8 @@ class StageShards:
             )
             self.parts.append(part)
             self._of_stage.setdefault(part.stage, []).append(part)
-        most = [
-            max(
-                (
-                    _bytes(parts)
-                    for stage, parts in self._of_stage.items()
-                    if stage is not None and self._place[stage] == place
-                ),
-                default=0,
-            )
-            for place in range(NUM_BUFFERS)
-        ]
-        device = next((part.device for part in self.parts), torch.device("cpu"))
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
+        by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
+        self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
         for part in self.parts:
             part.shard = torch.zeros(part.numel // self.size, dtype=part.dtype, device=part.device)
             self._keep(part)
@@ -183,23 +170,22 @@ class StageShards:
         """Start to bring the parameters of ``stage``; they are there when what is returned has been waited for."""
         if self._common is None and None in self._of_stage:
             parts = self._of_stage[None]
-            buffer = torch.empty(_bytes(parts), dtype=torch.uint8, device=parts[0].device)
-            self._common = self._start(parts, buffer)
+            common = allocate(_sizes(parts), parts[0].device)
+            self._common = self._start(parts, common), common
         parts = self._of_stage.get(stage, [])
         self._held.add(stage)
-        work, buffers = self._start(parts, self._buffers[self._place[stage]])
-        return _Fetch(work, functools.partial(self._arrived, parts, buffers))
+        assert self._buffers is not None
+        buffers = self._buffers.of(stage)
+        return _Fetch(self._start(parts, buffers), functools.partial(self._arrived, parts, buffers))
 
-    def _start(self, parts: Sequence[Part], memory: Tensor) -> tuple[Work, Sequence[Tensor]]:
-        buffers = _cut(memory, parts)
-
+    def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Work:
         def bring() -> None:
             for part, buffer in zip(parts, buffers, strict=True):
                 buffer.view(self.size, -1)[self.rank].copy_(part.shard)
                 if self.size > 1:
                     self._gather(buffer)
 
-        return self._queue.start(bring, "bucket_gather"), buffers
+        return self._queue.start(bring, "bucket_gather")
 
     def _arrived(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         if self._common is not None and None not in self._held:
@@ -268,9 +254,9 @@ class StageShards:
         return found
 
     def _whole(self, part: Part) -> dict[str, Tensor]:
-        work, (buffer,) = self._start([part], torch.empty(_bytes([part]), dtype=torch.uint8, device=part.device))
-        work.wait()
-        return part.views(buffer)
+        buffers = allocate(_sizes([part]), part.device)
+        self._start([part], buffers).wait()
+        return part.views(buffers[0])
 
     def put(self, write: Callable[[], None]) -> None:
         """Run ``write``, which writes to parameters, and keep what it wrote. All replicas must call."""
@@ -288,7 +274,7 @@ class StageShards:
                 dtensor.replace_local(self.parameters[name], view.clone())
         self.parts.clear()
         self._of_stage.clear()
-        self._buffers.clear()
+        self._buffers = None
 
 
 class _Fetch:
@@ -305,16 +291,5 @@ class _Fetch:
         return self._work.seconds()
 
 
-def _bytes(parts: Sequence[Part]) -> int:
-    """What some parts take in a buffer."""
-    return sum(-(-part.numel * part.dtype.itemsize // _ALIGNED) * _ALIGNED for part in parts)
-
-
-def _cut(memory: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """The parts' places in ``memory``, (numel,) each."""
-    found, start = [], 0
-    for part in parts:
-        size = part.numel * part.dtype.itemsize
-        found.append(memory[start : start + size].view(part.dtype))
-        start += -(-size // _ALIGNED) * _ALIGNED
-    return found
+def _sizes(parts: Iterable[Part]) -> list[tuple[int, torch.dtype]]:
+    return [(part.numel, part.dtype) for part in parts]

@@ -78,14 +78,7 @@ def make_gradients(
     return Gradients(
         reducer=reducer,
         exchange=Replicated(reducer) if shards is None else ShardedStates(reducer, shards),
-        host=host(
-            reducer.buffer,
-            groups,
-            device,
-            is_owner=pipeline.is_owner,
-            scaler=scaler,
-            place=f"stage {', '.join(map(str, pipeline.stages))}",
-        ),
+        host=host(reducer.buffer, groups, device, **_about(pipeline, scaler)),
     )
 
 
@@ -156,14 +149,12 @@ def make_layered_gradients(
     return Gradients(
         reducer=reducer,
         exchange=Layered(stage_shards, reducer),
-        host=ShardedHost(
-            shards,
-            reducer,
-            groups,
-            device,
-            is_owner=pipeline.is_owner,
-            scaler=scaler,
-            place=f"stage {', '.join(map(str, pipeline.stages))}",
-        ),
+        host=ShardedHost(shards, reducer, groups, device, **_about(pipeline, scaler)),
         stage_shards=stage_shards,
     )
+
+
+def _about(pipeline: PipelineModule, scaler: Any) -> dict[str, Any]:
+    """What any host is told of this rank's part."""
+    stages = ", ".join(map(str, pipeline.stages))
+    return {"is_owner": pipeline.is_owner, "scaler": scaler, "place": f"stage {stages}"}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.layered import LayeredReducer
+from lightning_holmes.optim.stage_buffers import StageBuffers
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.plan.placement import Placement
 
@@ -128,7 +129,7 @@ def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between()
     torch.testing.assert_close(torch.autograd.grad(output, x)[0], expected)
 
 
-def reducer_of(shards: StageShards, queue: InlineQueue) -> LayeredReducer:
+def reducer_of(shards: StageShards, queue: InlineQueue, dtype: torch.dtype | None = torch.float32) -> LayeredReducer:
     alone = ProcessGroups(
         pipeline_rank=0,
         data_parallel_rank=0,
@@ -144,7 +145,7 @@ def reducer_of(shards: StageShards, queue: InlineQueue) -> LayeredReducer:
         CPU,
         stages=(0, 1, 2),
         shared=[],
-        dtype=torch.float32,
+        dtype=dtype,
         queue=queue,  # type: ignore[arg-type]
         collective=None,
     )
@@ -222,3 +223,31 @@ def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_is_re
     module.layers[1].bias.requires_grad_(True)
     with pytest.raises(UnsupportedModuleError, match=r"layers\.1\.bias is trained from now on, but was frozen"):
         reducer.begin(last=True)
+
+
+def test_parts_of_unlike_types_lie_where_each_can_be_viewed() -> None:
+    """Three numbers of two bytes before some of four and of eight."""
+    sizes = [(3, torch.bfloat16), (5, torch.float32), (1, torch.float64)]
+    buffers = StageBuffers({0: [(1, torch.float32)], 1: sizes, 2: [(2, torch.float32)], 3: sizes}, CPU)
+    for stage in (1, 3):
+        made = buffers.of(stage)
+        for index, (tensor, (numel, dtype)) in enumerate(zip(made, sizes, strict=True)):
+            assert tensor.shape == (numel,) and tensor.dtype == dtype
+            tensor.fill_(index)
+        assert [float(tensor[-1]) for tensor in made] == [0, 1, 2], "none lies in another"
+    assert buffers.place(1) == buffers.place(3) != buffers.place(0) == buffers.place(2)
+    assert buffers.of(1)[0].data_ptr() == buffers.of(3)[0].data_ptr()
+
+
+def test_gradients_of_unlike_types_gather_in_their_own() -> None:
+    module = Net()
+    module.layers[2].to(torch.float64)
+    module.layers[2].bias.data = module.layers[2].bias.data[:1].bfloat16()
+    shards, queue = shards_of(module)
+    shards.lay_out(by_elements=True)
+    reducer = reducer_of(shards, queue, dtype=None)
+    reducer.begin(last=True)
+    reducer.backward(2, first=True, last=True)
+    (module.layers[2].weight.sum() + module.layers[2].bias.double().sum() * 3).backward()
+    assert module.layers[2].weight.grad.dtype == torch.float64 and bool((module.layers[2].weight.grad == 1).all())  # type: ignore[union-attr]
+    assert module.layers[2].bias.grad.dtype == torch.bfloat16 and bool((module.layers[2].bias.grad == 3).all())  # type: ignore[union-attr]
