@@ -124,7 +124,7 @@ class PipelineModule:
         self.module = module
         self.device = device
         self.current: StageRun | None = None
-        self._blanks: dict[tuple[str, int, tuple[int, ...]], list[Tensor]] = {}
+        self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Tensor]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self.divide(structure, partition, stages)
 
@@ -354,10 +354,10 @@ class PipelineModule:
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
         present = _first_shape(args, kwargs)
-        key = run.step_name, index, present
+        key = run.step_name, index, present, torch.is_inference_mode_enabled()
         known = self._blanks.get(key)
         if known is not None:
-            return known
+            return [blank.detach() for blank in known]  # a hook or requires_grad_() of the user's is on one of his own
         then = expected.input_shape
         blanks = []
         for shape, dtype, changed in zip(expected.shapes, expected.dtypes, expected.changed, strict=True):
@@ -371,7 +371,7 @@ class PipelineModule:
         if not any(expected.changed):  # nobody can write to the others: a stage's step begins anew for each microbatch
             if len(self._blanks) >= _MOST_BLANKS:  # of ever new shapes
                 self._blanks.clear()
-            self._blanks[key] = blanks
+            self._blanks[key] = [blank.detach() for blank in blanks]
         return blanks
 
     def _seed(self, run: StageRun, place: int) -> None:
