@@ -18,6 +18,7 @@ from lightning_holmes.pipeline.profile import build_fake, profile_step, time_in_
 from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import shadow_copy, share_layer_memory, with_own_gradients
 from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.plan.layer_cost import ModelCost
 
 
 def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
@@ -244,22 +245,27 @@ def test_the_quicker_half_counts_whatever_a_repeat_lasts() -> None:
 
 
 def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that stops for half a second wherever the clock is looked at: the pauses are between layers, or in one of them."""
-    paused = itertools.count(step=0.5)
-    clocks = SimpleNamespace(thread_time=time.thread_time, perf_counter=lambda: time.perf_counter() + next(paused))
+    """A host that stops wherever the wall clock is looked at, while a thread works for a millisecond between two looks at its
+    own: what is kept of a repeat is the wall clock's, and how layers share in it the thread's."""
+    model = GPT(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, sequence_length=64)
     threads = torch.get_num_threads()
+
+    def cost_with_pauses_of(seconds: float) -> ModelCost:
+        paused, worked = itertools.count(step=seconds), itertools.count(step=0.001)
+        clocks = SimpleNamespace(thread_time=lambda: next(worked), perf_counter=lambda: next(paused))
+        monkeypatch.setattr(profile, "time", clocks)
+        return profile_step(model, (tokens(8, 64), 0), mode="measure")
+
     torch.set_num_threads(1)
     try:
-        model = GPT(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, sequence_length=64)
-        batch = tokens(8, 64)
-        plain = profile_step(model, (batch, 0), mode="measure")
-        monkeypatch.setattr(profile, "time", clocks)
-        cost = profile_step(model, (batch, 0), mode="measure")
+        short, long = cost_with_pauses_of(0.5), cost_with_pauses_of(1.5)
     finally:
         torch.set_num_threads(threads)
-    # a repeat is between two looks, so half a second longer, shared out as the layers' own time is
-    assert 0.5 < cost.forward + cost.backward < 0.6 + 3 * (plain.forward + plain.backward)
-    whole = [layer.forward + layer.backward for layer in cost.layers]
+    assert 0.25 < short.forward + short.backward <= 0.5, (
+        "one pause a repeat, less what lies before and after the layers"
+    )
+    assert long.forward + long.backward == pytest.approx(3 * (short.forward + short.backward))
+    whole = [layer.forward + layer.backward for layer in short.layers]
     assert max(whole) < 4 * min(whole), whole
 
 

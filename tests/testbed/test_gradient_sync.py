@@ -62,7 +62,9 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
     assert later, "nothing was measured again"
     changed = later[-1]
     assert changed["collective"] == "hierarchical" and "instead of" in " ".join(c["reason"] for c in later)
-    assert changed["step"] >= int(slowed[0]) + DRIFT_STEPS - 1
+    # not from that step on alone: where other work slowed the steps just before, they count towards the DRIFT_STEPS, too
+    # (tests/plan/test_sync_choice.py counts them exactly)
+    assert changed["step"] > int(slowed[0]) and f"for {DRIFT_STEPS} steps" in changed["reason"]
     # a ring of four sends three quarters of the gradients twice; across two clusters, half of them once suffices
     before, after = sent[3 : int(slowed[0]) - 2], sent[changed["step"] + 1 : -1]
     assert statistics.median(after) < 0.5 * statistics.median(before)
