@@ -1,6 +1,7 @@
 """For all tests: generated cases are not judged by how long they take, since the cores are shared with other tests,
 each test ends with the environment that it began with, and `make exhaustive` logs each case."""
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -14,11 +15,15 @@ settings.register_profile("shared machine", deadline=None, suppress_health_check
 settings.load_profile("shared machine")
 
 
+_caches = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Trainer leaves LOCAL_RANK and its like behind; a process that a later test starts would take them for a launcher's
-    word, start no other processes, and wait for them."""
+    word, start no other processes, and wait for them. What a test measures is kept for no other."""
     before = dict(os.environ)
+    os.environ["HOLMES_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / f"cache{next(_caches)}")
     yield
     os.environ.clear()
     os.environ.update(before)

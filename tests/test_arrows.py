@@ -47,7 +47,7 @@ STRATEGY: tuple[set[str], ...] = (
     | {"pytorch_lightning", "samples", "sharding", "split_trial", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
-    {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
+    {"plan_request", "kept_costs", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing"},
     {"strategy", ""},

@@ -31,7 +31,7 @@ from lightning_holmes.errors import ConfigurationError
 SECONDS = 0.5  # of sending a measurement, if few rounds are needed
 _LEAST_SECONDS = 0.04
 _BUDGET_S = 6.0  # of all rounds, so that 64 hosts stay under 10 s
-_MAX_AGE_S = 24 * 3600.0
+MAX_AGE_S = 24 * 3600.0
 _MOST_TOGETHER = 8  # pairs of hosts that try at once what two clusters share
 _UNHINDERED = 0.8  # of what pairs reach alone: with it at once they do not share the way, as far as can be told
 
@@ -224,7 +224,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_holmes"
 
 
-def load_speeds(topology: Topology, *, max_age_s: float = _MAX_AGE_S) -> Topology | None:
+def load_speeds(topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Topology | None:
     """The topology with speeds that were measured before on the same one; None if there are none, or too old."""
     path = cache_folder() / f"speeds-{fingerprint(topology)}.json"
     with contextlib.suppress(OSError, ConfigurationError):
@@ -245,15 +245,21 @@ def save_speeds(topology: Topology) -> str | None:
     """
     if topology.measured_at_s is None or topology.unreachable:
         return None
+    problem = write_to_cache(f"speeds-{fingerprint(topology)}.json", topology.to_json())
+    return None if problem is None else f"measured speeds are not kept: {problem}"
+
+
+def write_to_cache(name: str, text: str) -> str | None:
+    """Write a file of the cache, whole or not at all. Returns why it could not be done, or None."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix="speeds-")
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
         with os.fdopen(handle, "w") as file:
-            file.write(topology.to_json())
-        os.replace(temporary, folder / f"speeds-{fingerprint(topology)}.json")
+            file.write(text)
+        os.replace(temporary, folder / name)
     except OSError as error:
-        return f"measured speeds are not kept: {folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
+        return f"{folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
     return None
 
 

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.strategy.kept_costs import Costs, costs_key, load_costs, save_costs
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
@@ -47,19 +48,6 @@ _STEP_OPERATORS = 5000
 _BYTE_OPERATORS = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """A profile, the work a second of each rank by which its unit is sharded, and how both came about."""
-
-    model: ModelCost
-    speeds: tuple[float, ...]
-    memory: tuple[float, ...]
-    described: str
-    update_s_per_byte: float = 0.0
-    byte_s: float = 0.0
-    own_s: float = 0.0
-
-
 def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
     """What the ranks find out together: costs (on rank 0 whole), why there are none, or None where nobody asks.
 
@@ -77,9 +65,18 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         return "with Trainer(deterministic=True) nothing that is measured decides"
     if structure.changed_parameters:
         return f"a step changes {structure.changed_parameters[0]} in place"
+    key = costs_key(request, structure) if request.rank == 0 else ""
+    known = load_costs(key) if request.rank == 0 and request.profile != "measure" else None
+    if _found_on_rank_0(request, known is not None):
+        return known
+    found = _measure(request, structure)
+    if isinstance(found, Costs) and request.rank == 0:
+        save_costs(key, found)
+    return found
+
+
+def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
     several = request.layout.num_hosts > 1
-    if request.world_size > 1:
-        dist.barrier()
     speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
     how = "FLOPs counted"
     if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
@@ -101,6 +98,17 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         byte_s=carried_byte_s(max(s.operator_s for s in speeds)),
         own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
+
+
+def _found_on_rank_0(request: PlanRequest, found: bool) -> bool:
+    """Whether rank 0 has found something; ranks that will measure begin together."""
+    if request.world_size == 1:
+        return found
+    answer = torch.tensor([found], dtype=torch.uint8, device=request.device)
+    dist.broadcast(answer, 0)
+    if not answer.item():
+        dist.barrier()
+    return bool(answer.item())
 
 
 def _may_be_timed(request: PlanRequest) -> bool:

@@ -31,8 +31,9 @@ from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import make_training
+from lightning_holmes.strategy.kept_costs import Costs
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
-from lightning_holmes.strategy.profiling import Costs, find_costs
+from lightning_holmes.strategy.profiling import find_costs
 
 LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}

@@ -168,3 +168,41 @@ def settled(payload: Any) -> dict[str, Any]:
     fit("resumed", Drops, schedule="1f1b", ckpt_path=saved)
     fit("resumed without stages", Drops, pipeline_parallel_size=1, sharded_optimizer=False, ckpt_path=saved)
     return found
+
+
+class Wider(Uneven):
+    """The same layers, and one that stands before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(0, Wide())
+
+
+def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
+    """For each of several starts, by name: whether this rank measured, the notes, and the schedule with its layers."""
+    counted: list[int] = []
+    probe = profiling.probe_device
+    profiling.probe_device = lambda *args, **kwargs: counted.append(1) or probe(*args, **kwargs)
+    found = []
+
+    def start(name: str, cls: Any = Uneven, profile: str = "auto", batch_size: int = 16) -> None:
+        counted.clear()
+        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2, "profile": profile})
+        trainer = setting.trainer(max_steps=1)
+        trainer.fit(build(cls), setting.loader(samples(32), batch_size))
+        strategy: Any = trainer.strategy
+        plan = strategy.plan
+        chosen = plan.schedule, plan.num_chunks, plan.num_microbatches, plan.partition.layer_counts
+        found.append((name, bool(counted), plan.notes, chosen))
+
+    start("first")
+    start("again")
+    start("measured", profile="measure")
+    start("after it was measured")
+    start("other layers", Wider)
+    start("another batch", batch_size=8)
+    if os.environ["RANK"] == "0":
+        for path in Path(os.environ["HOLMES_CACHE_DIR"]).iterdir():
+            path.write_text('{"measured_at_s": 1e12, "model": {"layers": [')
+    start("a broken file")
+    return found

@@ -1,0 +1,108 @@
+"""Costs that were measured are kept, so that the next start of the same run chooses the same plan, and begins sooner.
+
+    key = costs_key(request, structure)                   # of the module, its batch, hosts and links
+    load_costs(key)                                       # Costs, or None
+    save_costs(key, costs)
+
+They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
+``profile="measure"`` measures anew, and what it finds is kept in their place. Only rank 0 reads and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_holmes.cluster.measure import MAX_AGE_S, cache_folder, fingerprint, write_to_cache
+from lightning_holmes.cluster.record import MAX_TEXT
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import trainer_of
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.layer_cost import ModelCost, check_number
+from lightning_holmes.strategy.agreement import module_facts, version_facts
+from lightning_holmes.strategy.plan_request import PlanRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A profile, the work a second of each rank by which its unit is sharded, and how both came about."""
+
+    model: ModelCost
+    speeds: tuple[float, ...]
+    memory: tuple[float, ...]
+    described: str
+    update_s_per_byte: float = 0.0
+    byte_s: float = 0.0
+    own_s: float = 0.0
+
+
+def costs_key(request: PlanRequest, structure: ModuleStructure) -> str:
+    """What costs belong to: a digest of the module with the source of its class, the batch's shapes, how it is profiled, and
+    of the hosts and links."""
+    module, sample, layout = request.module, request.sample, request.layout
+    tensors = [] if sample is None else tree.tensors_of(sample.batch)
+    source = ""
+    with contextlib.suppress(OSError, TypeError):  # a class that was made at a prompt has none
+        source = inspect.getsource(type(module))
+    trainer = trainer_of(module)
+    facts = {
+        "module": module_facts(module) | {"layers": structure.layers, "source": source},
+        "batch": [
+            [(*tensor.shape, str(tensor.dtype)) for tensor in tensors],
+            request.traced.batch_size,
+            request.options.num_microbatches,
+        ],
+        "profile": [
+            "flops" if request.profile == "flops" else "auto",
+            None if trainer is None else str(trainer.precision),
+            torch.get_num_threads(),
+        ],
+        "versions": version_facts(),
+        "hosts": [
+            fingerprint(layout.topology),
+            layout.placement.pipeline_parallel_size,
+            request.world_size,
+            platform.node(),
+            torch.cuda.get_device_name(request.device) if request.device.type == "cuda" else platform.processor(),
+        ],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def load_costs(key: str, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
+    """What was kept for this key, and says so; None if there is nothing, or it is too old or cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ConfigurationError):
+        with (cache_folder() / f"costs-{key}.json").open("rb") as file:
+            data = json.loads(file.read(MAX_TEXT))
+        at = check_number(data.pop("measured_at_s"), "measured_at_s")
+        if not 0 <= time.time() - at <= max_age_s:
+            return None
+        model = ModelCost.from_data(data.pop("model"))
+        described = f"{data['described']}, on {time.strftime('%d %B at %H:%M', time.localtime(at))}"
+        return Costs(
+            model=model,
+            speeds=tuple(check_number(value, "speeds", positive=True) for value in data["speeds"]),
+            memory=tuple(check_number(value, "memory", positive=True) for value in data["memory"]),
+            described=f'{described}; profile="measure" measures anew',
+            update_s_per_byte=check_number(data["update_s_per_byte"], "update_s_per_byte"),
+            byte_s=check_number(data["byte_s"], "byte_s"),
+            own_s=check_number(data["own_s"], "own_s"),
+        )
+    return None
+
+
+def save_costs(key: str, costs: Costs) -> None:
+    """Keep costs for the next start; a warning where that cannot be done."""
+    data = asdict(costs) | {"measured_at_s": time.time()}
+    problem = write_to_cache(f"costs-{key}.json", json.dumps(data))
+    if problem is not None:
+        rank_zero_warn(f"measured costs are not kept: {problem}")
