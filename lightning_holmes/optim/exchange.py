@@ -64,8 +64,9 @@ class Layered:
     """Parameters live in shards; a stage is whole while it is computed (stage_shards.py), and its gradients go to their owners
     while the stage before runs backward (layered.py). For schedules that run all microbatches through a stage before the next."""
 
-    def __init__(self, shards: StageShards, reducer: LayeredReducer) -> None:
-        self._shards, self._reducer = shards, reducer
+    def __init__(self, stage_shards: StageShards, reducer: LayeredReducer, shards: ShardedOptimizer) -> None:
+        self._shards, self._reducer = stage_shards, reducer
+        reducer.on_laid_out = shards.prepare
 
     def fetch(self, stage: int) -> Work:
         """Gather the stage over its replicas, all of which call."""

@@ -57,6 +57,8 @@ class LayeredReducer:
         self.shards, self.groups, self.queue = shards, groups, queue
         self.choices: list[SyncChoice] = []
         """What was chosen, on rank 0."""
+        self.on_laid_out: Callable[[], None] = lambda: None
+        """Called when a batch begins: whoever holds pieces looks whether there are groups of parameters that are new."""
         self._device = device
         self._dtype = dtype
         self._collective = collective
@@ -112,6 +114,7 @@ class LayeredReducer:
                 f"{thawed[0]} is trained from now on, but was frozen when its shards were laid out: set requires_grad before "
                 f"fit, or use sharded_parameters=False"
             )
+        self.on_laid_out()
         if self._is_new:
             self._touched.clear()
             for part in self.shards.parts:

@@ -19,7 +19,7 @@ Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Part:
         stage: the one that reads them; None: several do.
         ranks: the pipeline ranks that hold them, too; () where there are no others.
         is_trained: they had requires_grad when they were laid out.
-        shard: (numel / replicas,): this replica's share of the values; empty before :meth:`StageShards.lay_out`.
+        shard: (numel / replicas,): this replica's share of the values.
         gradient: likewise of the reduced gradients of this window; None before the first.
     """
 
@@ -54,7 +54,7 @@ class Part:
     stage: int | None
     ranks: tuple[int, ...]
     is_trained: bool
-    shard: Tensor = field(default_factory=lambda: torch.zeros(0))
+    shard: Tensor
     gradient: Tensor | None = None
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -95,12 +95,15 @@ class StageShards:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
         self.parts: list[Part] = []
+        self._pieces: list[Piece] = []
+        self._places: dict[str, tuple[Part, int]] = {}
         self._queue, self._gather = queue, gather
         self._stages = tuple(stages)
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
         self._of_stage: dict[int | None, list[Part]] = {}
         self._buffers: StageBuffers | None = None
+        self._abandoned = False
         self._held: set[int | None] = set()
         self._common: tuple[Work, Sequence[Tensor]] | None = None
         self._blank = {name: placeholder(p.detach()) for name, p in self.parameters.items()}
@@ -108,7 +111,9 @@ class StageShards:
     # layout
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
-        """Cut the parameters, which are whole, and keep this replica's share of them."""
+        """Cut the parameters, which are whole, and keep this replica's share of them; again it gives the same pieces."""
+        if self.parts:
+            return self._pieces
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         for name, parameter in self.parameters.items():
             stages = self._stages_of.get(name, ())
@@ -116,7 +121,7 @@ class StageShards:
             ranks = self._ranks_of.get(name, ())
             key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
             groups.setdefault(key, []).append(name)
-        pieces: list[Piece] = []
+        pieces = self._pieces
         for index, ((stage, ranks, *_), names) in enumerate(groups.items()):
             sizes = tuple(self.parameters[name].numel() for name in names)
             if by_elements:
@@ -139,15 +144,47 @@ class StageShards:
                 stage=stage,
                 ranks=ranks,
                 is_trained=first.requires_grad,
+                shard=torch.zeros(total // self.size, dtype=first.dtype, device=first.device),
             )
-            self.parts.append(part)
+            self._add(part)
             self._of_stage.setdefault(part.stage, []).append(part)
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
         self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
-        for part in self.parts:
-            part.shard = torch.zeros(part.numel // self.size, dtype=part.dtype, device=part.device)
-            self._keep(part)
         return pieces
+
+    def twin(self, parameters: Mapping[str, nn.Parameter]) -> "StageShards":
+        """Other values of the same parameters, whole, such as their average: cut alike, each replica keeps its share on the device
+        of its own. They are fetched by no step.
+
+        Args:
+            parameters: by the names of these.
+        """
+        found = StageShards(
+            {name: parameters[name] for name in self.parameters},
+            stages=(),
+            stages_of={},
+            shared={},
+            size=self.size,
+            rank=self.rank,
+            queue=self._queue,
+            gather=self._gather,
+        )
+        for part in self.parts:
+            (dtype,) = {parameters[name].dtype for name in part.names}
+            shard = torch.zeros(part.numel // self.size, dtype=dtype, device=part.device)
+            found._add(replace(part, dtype=dtype, shard=shard, gradient=None))
+        return found
+
+    def _add(self, part: Part) -> None:
+        self.parts.append(part)
+        self._places |= {name: (part, start) for name, start in zip(part.names, part.starts, strict=True)}
+        self._keep(part)
+
+    def own(self, name: str) -> Tensor:
+        """This replica's part of a parameter, 1-D, perhaps nothing; a view of the shard."""
+        part, start = self._places[name]
+        start -= self.rank * part.shard.numel()
+        return part.shard[max(start, 0) : max(start + self.parameters[name].numel(), 0)]
 
     def _keep(self, part: Part) -> None:
         """Put this replica's share of a part whose parameters are whole into its shard, and let go of these."""
@@ -239,7 +276,8 @@ class StageShards:
         """Nothing is under way between steps."""
 
     def abandon(self) -> None:
-        """Nothing is waited for."""
+        """Parameters stay where they are: the other replicas do not answer."""
+        self._abandoned = True
 
     # outside of steps
 
@@ -268,11 +306,12 @@ class StageShards:
             self._keep(part)
 
     def close(self) -> None:
-        """Give each parameter its values again, in memory of its own."""
-        for part in self.parts:
+        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed."""
+        for part in () if self._abandoned else self.parts:
             for name, view in self._whole(part).items():
                 dtensor.replace_local(self.parameters[name], view.clone())
         self.parts.clear()
+        self._places.clear()
         self._of_stage.clear()
         self._buffers = None
 

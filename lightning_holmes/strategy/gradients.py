@@ -148,7 +148,7 @@ def make_layered_gradients(
             print(choice.describe(), flush=True)
     return Gradients(
         reducer=reducer,
-        exchange=Layered(stage_shards, reducer),
+        exchange=Layered(stage_shards, reducer, shards),
         host=ShardedHost(shards, reducer, groups, device, **_about(pipeline, scaler)),
         stage_shards=stage_shards,
     )

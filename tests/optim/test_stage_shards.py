@@ -99,6 +99,7 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
     assert not is_blank(module.scale)
     shards.release(2)
     assert all(is_blank(p) for p in module.parameters())
+    _check_twin(shards, before)
     shards.values(pieces[0]).add_(1)
     first = pieces[0].name
     assert torch.equal(shards.collect(lambda name: 0)[first], before[first] + 1)
@@ -106,6 +107,28 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
     shards.put(lambda: module.load_state_dict(before))  # type: ignore[arg-type, return-value]
     shards.close()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def _check_twin(shards: StageShards, before: dict[str, Tensor]) -> None:
+    """Another copy of the module is cut as this one is, and comes back; one replica has all of each parameter."""
+    other = Net()
+    values = {name: value.clone() for name, value in other.state_dict().items()}
+    twin = shards.twin(dict(other.named_parameters()))
+    for name, value in before.items():
+        assert torch.equal(shards.own(name), value.flatten()) and torch.equal(twin.own(name), values[name].flatten())
+        twin.own(name).copy_(shards.own(name))
+    assert all(is_blank(p) for p in other.parameters())
+    twin.close()
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_run_that_has_failed_waits_for_no_values() -> None:
+    module = Net()
+    shards, queue = shards_of(module)
+    shards.lay_out(by_elements=True)
+    shards.abandon()
+    shards.close()
+    assert queue.asked == [] and all(is_blank(p) for p in module.parameters())
 
 
 def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between() -> None:
