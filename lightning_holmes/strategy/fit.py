@@ -36,7 +36,6 @@ from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
 from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_layered_gradients
-from lightning_holmes.strategy.parameter_sharding import check_parameter_sharding
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
@@ -68,8 +67,8 @@ class Fit(Run):
         self.has_gradients = False
         self.shards: ShardedOptimizer | None = None
         self._make_optimizers()
-        if self.job.groups.pipeline is not None:
-            self._show_whole_module_to_callbacks(self.job.groups.pipeline)
+        self._averages: WeightAverages | None = None
+        self._show_whole_module_to_callbacks(self.job.groups.pipeline)
         if self.planned is not None:
             self._take_part()
         self._begin(self.parameter_groups)
@@ -131,6 +130,8 @@ class Fit(Run):
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
+        if self._averages is not None and self.stage_shards is not None:
+            self._averages.shard(self.stage_shards)
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
@@ -145,6 +146,8 @@ class Fit(Run):
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
             self.abandon()
+        if self._averages is not None:
+            self._averages.close()
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
         del self.gradients  # and the buffers
@@ -157,7 +160,9 @@ class Fit(Run):
                 "sharded_parameters=True needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
             )
         (optimizer,) = self.trainer.strategy.optimizers
-        check_parameter_sharding(found, optimizer, self.trainer)
+        refusal = sharding.refusal_of(found, optimizer, self.trainer)
+        if refusal:
+            raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
         return make_layered_gradients(
             self.pipeline,
             self.job.groups,
@@ -186,6 +191,8 @@ class Fit(Run):
         """The run has failed: wait for nothing any more."""
         if self.has_gradients:
             self.gradients.host.abandon()
+        if self._averages is not None:
+            self._averages.abandon()
 
     def _shard_optimizer(self, found: Separability | None, reducer: GradientReducer) -> ShardedOptimizer | None:
         """Shard the optimizer over the replicas, if that is asked for or better."""
@@ -216,11 +223,17 @@ class Fit(Run):
         run = store.add(f"holmes_gradient_sync_runs/{self.job.connection.rank}", 1)  # the same number on all ranks
         return SyncBoard(store, run=run, groups=[str(s) for s in range(placement.pipeline_parallel_size)])
 
-    def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup) -> None:
-        """Let averages of weights and norms of gradients cover all stages."""
-        undo = self.context.undo
-        undo.enter_context(WeightAverages(self.trainer, self.pipeline, self.job.groups.p2p))
-        undo.enter_context(GradNormExchange(self.pipeline, stages, self.lifted))
+    def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
+        """Let averages of weights cover all stages and shares, and norms of gradients all stages."""
+        undo, groups = self.context.undo, self.job.groups
+        if stages is not None or self.options.sharded_parameters:
+            first = self.job.place_of_rank_0[1]
+            averages = WeightAverages(
+                self.trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=first
+            )
+            self._averages = undo.enter_context(averages)
+        if stages is not None:
+            undo.enter_context(GradNormExchange(self.pipeline, stages, self.lifted))
 
     def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Put what this rank holds of a saved state into one of the optimizers; all ranks must call."""

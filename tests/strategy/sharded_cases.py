@@ -126,7 +126,7 @@ def run_all(payload: Any) -> dict[str, Any]:
 
 
 def run_masters(payload: Any) -> dict[str, Any]:
-    """bf16 weights with fp32 masters, in as many replicas as there are processes."""
+    """bf16 weights with fp32 masters, in as many replicas as there are processes; ``payload``: further arguments."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     losses: list[float] = []
@@ -135,7 +135,7 @@ def run_masters(payload: Any) -> dict[str, Any]:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(float(outputs["loss"]))
 
-    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
+    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
     states = ran.strategy._fit.shards.collect()
     return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -176,8 +177,22 @@ class Saver(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
+def _by_norm(averaged: Tensor, current: Tensor, count: Tensor) -> Tensor:
+    return averaged + (current - averaged) / current.norm()
+
+
 def _average(module: pl.LightningModule, trainer: Trainer) -> None:
-    trainer.callbacks.append(pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1))  # type: ignore[attr-defined]
+    trainer.callbacks.append(WeightAveraging(avg_fn=_by_norm))  # type: ignore[attr-defined]
+
+
+class Watched(WeightAveraging):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *rest)
+        self.norm = sum(p.norm() for p in pl_module.parameters())
+
+
+def _watch(module: pl.LightningModule, trainer: Trainer) -> None:
+    trainer.callbacks.append(Watched())  # type: ignore[attr-defined]
 
 
 def _thaw(module: pl.LightningModule, trainer: Trainer) -> None:
@@ -201,7 +216,8 @@ def _read(attribute: str) -> Any:
 
 
 REFUSED = {
-    "an average of weights": _average,
+    "an average by norms": _average,
+    "an average that is watched": _watch,
     "thawed in mid-run": _thaw,
     "a weight is read": _read("value"),
     "a gradient is read": _read("grad"),

@@ -17,6 +17,8 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b"
 """The schedule is said where there are replicas: no batch is spent on choosing one."""
 SHARDED = [name for name in CASES if name != "finetuning"]  # which is refused
 
+IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm", "torchs_average")]  # which are refused
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -48,6 +50,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
 
 
+@pytest.fixture(scope="module")
+def in_shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two replicas that share parameters, gradients and states; checkpoints as folders."""
+    holmes = {"sharded_parameters": True, "num_microbatches": 1}
+    payload = {"cases": IN_SHARDS, "folder": str(tmp_path_factory.mktemp("in_shards")), "holmes": holmes, "replicas": 2}
+    return launch(2, "optimizer_cases:run_cases", payload, timeout_s=200)
+
+
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any) -> None:
@@ -66,6 +76,12 @@ def test_sharded_over_replicas_every_rank_has_the_numbers_of_plain_lightning(
     name: str, runs: Any, sharded: Any
 ) -> None:
     compare(name, runs[0], sharded)
+
+
+@pytest.mark.xdist_group("optimizers")
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_in_shards_every_rank_has_the_numbers_of_plain_lightning(name: str, runs: Any, in_shards: Any) -> None:
+    compare(name, runs[0], in_shards)
 
 
 def compare(name: str, plain: dict[str, Any], staged: list[dict[str, Any]]) -> None:

@@ -47,9 +47,12 @@ def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs
         assert "sharded_optimizer=True: the callback Unfreezing" in result["finetuning"]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(replicas: int) -> None:
-    results = launch(replicas, "sharded_cases:run_masters", {}, timeout_s=100)
+@pytest.mark.parametrize(("replicas", "sharded_parameters"), [(1, False), (2, False), (2, True)])
+def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
+    replicas: int, sharded_parameters: bool
+) -> None:
+    options = {"sharded_parameters": sharded_parameters}
+    results = launch(replicas, "sharded_cases:run_masters", options, timeout_s=100)
     module = build(AdamW).bfloat16()
     masters = {n: p.detach().float().clone().requires_grad_() for n, p in module.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), 0.05)

@@ -94,7 +94,8 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
 @pytest.mark.parametrize(
     ("why", "reason"),
     [
-        ("an average of weights", "the callback StochasticWeightAveraging reads whole parameters between steps"),
+        ("an average by norms", "the average of WeightAveraging treats elements of a parameter unlike"),
+        ("an average that is watched", "Watched.on_train_batch_end is not Lightning's, and may read whole parameters"),
         ("thawed in mid-run", "scale is trained from now on, but was frozen when its shards were laid out"),
         ("a weight is read", "Read.on_train_batch_end reads layers.0.up.weight, but each replica holds a share"),
         (

@@ -1,24 +1,31 @@
 """Lightning's callbacks that average weights, SWA and EMA, where a rank holds a part of the module.
 
 They copy the module, which each rank still holds as a whole then, and later go through all its parameters and those of
-the copy in turn. Here both show them the rank's own only, while such a callback runs; what they write into checkpoints
-is brought together.
+the copy in turn. Here both show them the rank's own only, while such a callback runs: of parameters in shards the parts of this
+replica, and the copy is cut as they are. What the callbacks write into checkpoints is brought together.
 
-    with WeightAverages(trainer, pipeline, p2p): ...
+    averages = WeightAverages(trainer, pipeline, p2p, replicas, first_replica=0)
+    with averages:
+        averages.shard(stage_shards)                # parameters have gone into shards
+        averages.close()                            # before they come back
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.lightning_private import average_model
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_private import average_model, averaging_functions
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -34,14 +41,29 @@ _HOOKS = (
 
 
 class WeightAverages(Replacements):
-    """Inside, the averaging callbacks of ``trainer`` are right for this rank's part, ``pipeline``."""
+    """Inside, the averaging callbacks of ``trainer`` are right for this rank's part, ``pipeline``.
 
-    def __init__(self, trainer: "pl.Trainer", pipeline: PipelineModule, p2p: P2P | None) -> None:
+    Args:
+        replicas: a group of them; None: there is one.
+        first_replica: the one that writes files, and what of a folder no rank has a part in.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        pipeline: PipelineModule,
+        p2p: P2P | None,
+        replicas: dist.ProcessGroup | None,
+        *,
+        first_replica: int,
+    ) -> None:
         super().__init__()
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
         self._pipeline = pipeline
-        self._p2p = p2p
+        self._p2p, self._replicas, self._first = p2p, replicas, first_replica
+        self._shards: StageShards | None = None
+        self._averages: dict[Callback, StageShards] = {}
 
     def __enter__(self) -> Self:
         """Wrap the callbacks' hooks; take the average's copies of other stages' parameters out of what they see."""
@@ -52,6 +74,37 @@ class WeightAverages(Replacements):
             else:
                 self.replace(callback, on_save_checkpoint=self._gathering_checkpoint(callback))
         return self
+
+    # averages in shards
+
+    def shard(self, shards: StageShards) -> None:
+        """The module's parameters are in ``shards`` from now on: so are the averages. All replicas call.
+
+        Raises:
+            UnsupportedModuleError: an average is not taken element by element, or by code of the user's own.
+        """
+        self._shards = shards
+        for callback in self._callbacks:
+            average = average_model(callback)
+            _refuse_own_ways(callback, average)
+            parameters = dict(
+                (average if isinstance(callback, StochasticWeightAveraging) else average.module).named_parameters()
+            )
+            self._averages[callback] = shards.twin(parameters)
+
+    def close(self) -> None:
+        """Averages are whole again. All replicas call, unless the run has failed."""
+        for average in self._averages.values():
+            average.close()
+        self._averages.clear()
+        self._shards = None
+
+    def abandon(self) -> None:
+        """The run has failed: averages stay where they are."""
+        for average in self._averages.values():
+            average.abandon()
+
+    # what callbacks see
 
     def _wrapped(self, callback: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -70,7 +123,13 @@ class WeightAverages(Replacements):
             modules += [average, average.module] if isinstance(callback, WeightAveraging) else [average]
         with Replacements() as shown:
             for module in modules:
-                shown.replace(module, parameters=functools.partial(self._local_parameters, module))
+                shards = self._shards if module is self._pipeline.module else self._averages.get(callback)
+                found = functools.partial(self._local_parameters, module)
+                shown.replace(module, parameters=found if shards is None else functools.partial(_parts_of, shards))
+                if shards is not None and module is average and isinstance(callback, StochasticWeightAveraging):
+                    shown.replace(
+                        module, to=lambda device, module=module: module
+                    )  # its shares lie where the module's do
             yield
 
     def _local_parameters(self, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -81,21 +140,51 @@ class WeightAverages(Replacements):
 
     # checkpoints
 
-    def _gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Each entry from the rank whose copy counts; all ranks of the pipeline must call."""
+    def _gathered(self, state: Mapping[str, Any], collected: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Each entry from the rank whose copy counts; all ranks of the pipeline must call.
+
+        Args:
+            collected: of parameters in shards, those that were brought to this rank; those that were brought to none are left out.
+        """
         pipeline, p2p = self._pipeline, self._p2p
-        if p2p is None or p2p.size == 1:
+        if collected is None and (p2p is None or p2p.size == 1):
             return dict(state)
         keys = {key: pipeline.name_of(v, key) for key, v in pipeline.module.state_dict(keep_vars=True).items()}
-        mine = {k: v.detach().cpu() for k, v in state.items() if pipeline.is_owner(keys.get(k, k))}
-        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
-        for rank in others:
-            p2p.send_message(rank, TOPIC_AVERAGE, mine)
+        mine = {k: v for k, v in state.items() if pipeline.is_owner(keys.get(k, k))}
+        if collected is not None:
+            sharded = {k for k in mine if keys.get(k) in pipeline.parameters}
+            mine = {
+                k: collected[keys[k]] if k in sharded else v
+                for k, v in mine.items()
+                if k not in sharded or keys[k] in collected
+            }
+        mine = {k: v.detach().cpu() for k, v in mine.items()}
         whole = dict(mine)
-        for rank in others:
-            whole |= p2p.receive_message(rank, TOPIC_AVERAGE)
-        p2p.finish()
-        return {key: whole[key] for key in state}
+        if p2p is not None:
+            others = [rank for rank in range(p2p.size) if rank != p2p.rank]
+            for rank in others:
+                p2p.send_message(rank, TOPIC_AVERAGE, mine)
+            for rank in others:
+                whole |= p2p.receive_message(rank, TOPIC_AVERAGE)
+            p2p.finish()
+        return {key: whole[key] for key in state if key in whole}
+
+    def _collected(
+        self, shards: StageShards | None, destination: Callable[[str], int] | None = None
+    ) -> dict[str, Tensor] | None:
+        """Whole parameters out of ``shards``, on the replica that writes files or what ``destination`` gives."""
+        return None if shards is None else shards.collect(destination or (lambda name: self._first))
+
+    def _holder_of(self, present: Iterable[str]) -> Callable[[str], int]:
+        """Which replica wants a parameter, if each wants those whose entries it has, ``present``. All replicas call."""
+        keys = self._pipeline.module.state_dict(keep_vars=True)
+        names = {self._pipeline.name_of(keys[key], key) for key in present if key in keys}
+        everyone: list[Any] = [names]
+        if self._replicas is not None:
+            everyone = [None] * dist.get_world_size(self._replicas)
+            dist.all_gather_object(everyone, names, group=self._replicas)
+        holders = {name: replica for replica, wanted in enumerate(everyone) for name in wanted}
+        return lambda name: holders.get(name, self._first)
 
     def _gathering_state(self, callback: StochasticWeightAveraging) -> Callable[[], dict[str, Any]]:
         own = callback.state_dict
@@ -103,7 +192,8 @@ class WeightAverages(Replacements):
         def state_dict() -> dict[str, Any]:
             state = own()
             if state["average_model_state"] is not None:
-                state["average_model_state"] = self._gathered(state["average_model_state"])
+                collected = self._collected(self._averages.get(callback))
+                state["average_model_state"] = self._gathered(state["average_model_state"], collected)
             return state
 
         return state_dict
@@ -115,8 +205,11 @@ class WeightAverages(Replacements):
             present = set(checkpoint["state_dict"])  # of one file: all on rank 0; of a folder: this rank's part
             own(trainer, pl_module, checkpoint)
             if "averaging_state" in checkpoint:
-                checkpoint["current_model_state"] = self._gathered(pl_module.state_dict())
-                average = self._gathered(checkpoint["state_dict"])
+                current = self._collected(self._shards)
+                checkpoint["current_model_state"] = self._gathered(pl_module.state_dict(), current)
+                shards = self._averages.get(callback)
+                collected = None if shards is None else self._collected(shards, self._holder_of(present))
+                average = self._gathered(checkpoint["state_dict"], collected)
                 checkpoint["state_dict"] = {key: value for key, value in average.items() if key in present}
 
         return on_save_checkpoint
@@ -124,3 +217,43 @@ class WeightAverages(Replacements):
 
 def _is_averaged(module: nn.Module) -> bool:
     return hasattr(module, "n_averaged") and hasattr(module, "update_parameters")
+
+
+def _parts_of(shards: StageShards, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """This replica's part of each parameter: writing to it is writing to the shard."""
+    for name, parameter in shards.parameters.items():
+        yield nn.Parameter(shards.own(name), requires_grad=parameter.requires_grad)
+
+
+def _refuse_own_ways(callback: Callback, average: nn.Module) -> None:
+    """Stop where an average may need more of a parameter than a replica's part."""
+    kind = type(callback).__name__
+    for name in (*_HOOKS, "update_parameters", "transfer_weights"):
+        method = getattr(type(callback), name, None)
+        if method is not None and not method.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            raise UnsupportedModuleError(
+                f"sharded_parameters=True: {kind}.{name} is not Lightning's, and may read whole parameters, of which each replica "
+                f"holds a share; use sharded_parameters=False, or override should_update only"
+            )
+    for function, is_multiple in averaging_functions(callback):
+        if not _is_elementwise(function, is_multiple):
+            raise UnsupportedModuleError(
+                f"sharded_parameters=True: the average of {kind} treats elements of a parameter unlike when it sees a part of them, "
+                f"and each replica holds a share; use sharded_parameters=False, or a function that goes by elements"
+            )
+
+
+def _is_elementwise(function: Callable[..., Any], is_multiple: bool) -> bool:
+    """Whether an averaging function gives the same of a tensor and of parts of it."""
+
+    def run(averaged: Tensor, current: Tensor) -> Tensor:
+        averaged, count = averaged.clone(), torch.tensor(3)
+        if not is_multiple:
+            return torch.as_tensor(function(averaged, current, count))
+        function([averaged], [current], count)
+        return averaged
+
+    averaged, current = torch.linspace(-1, 2, 12), torch.linspace(0.5, -1, 12)
+    whole = run(averaged.view(3, 4), current.view(3, 4))
+    parts = [run(averaged[part], current[part]) for part in (slice(0, 5), slice(5, 5), slice(5, 12))]
+    return torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-6, atol=0)
