@@ -29,7 +29,13 @@ from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, s
 from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.checkpoint.torch_file import Outlet, save_to
-from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_holmes.comm.answer import connect_again
+from lightning_holmes.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ConnectionLostError,
+)
 from lightning_holmes.torch_private import default_store
 
 _TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
@@ -118,7 +124,7 @@ class CheckpointManager:
         save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
-        meeting = self._last = Meeting(_client(job), job.rank, job.size, token, job.timeout)
+        meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
 
     def save_in_distress(
@@ -142,7 +148,7 @@ class CheckpointManager:
             raise CheckpointError("ranks that share layers by tensor parallelism hold parts only, and may not answer")
         target = _local(os.fspath(path))
         token = f"failure-{checkpoint['global_step']}"
-        meeting = Meeting(_client(job), job.rank, job.size, f"{token}-{target}", _TOGETHER)
+        meeting = Meeting(_client(job, _TOGETHER), job.rank, job.size, f"{token}-{target}", _TOGETHER)
         systems = self._systems(job, target.parent, meeting.all_gather)  # process groups may not answer any more
         self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
 
@@ -313,8 +319,11 @@ def _holds_folder(path: Path) -> bool:
     return path.is_dir() or (not path.exists() and any(p.is_dir() for p in atomic.temporary_paths(path)))
 
 
-def _client(job: Job) -> Any:
+def _client(job: Job, timeout: timedelta) -> Any:
+    """A client of the job's store for a thread of its own. Raises CheckpointError."""
     if job.size == 1:
         return None
-    store = default_store()
-    return store.clone() if hasattr(store, "clone") else store
+    try:
+        return connect_again(default_store(), timeout_s=timeout.total_seconds())
+    except ConnectionLostError as error:
+        raise CheckpointError(f"ranks cannot agree about a checkpoint: {error}") from None

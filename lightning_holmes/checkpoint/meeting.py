@@ -4,13 +4,17 @@ No process group takes part, so that files can be written in a thread while trai
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_holmes.errors import CheckpointError
+from lightning_holmes.comm.answer import answer_within
+from lightning_holmes.errors import CheckpointError, ConnectionLostError
+
+_T = TypeVar("_T")
+_ANSWER_S = 2.0  # beyond the timeout of what is asked
 
 
 class Meeting:
@@ -37,12 +41,13 @@ class Meeting:
         if self.size == 1:
             return [data]
         if self.rank != 0:
-            self._store.set(self._key(topic, self.rank), data)
+            self._put(self._key(topic, self.rank), data)
             return []
         found = [data]
         for rank in range(1, self.size):
-            found.append(self._take(self._key(topic, rank), f"rank {rank}"))
-            self._store.delete_key(self._key(topic, rank))
+            key = self._key(topic, rank)
+            found.append(self._take(key, f"rank {rank}"))
+            self._delete(key)
         return found
 
     def announce(self, topic: str, data: bytes = b"") -> bytes:
@@ -50,7 +55,7 @@ class Meeting:
         if self.size == 1:
             return data
         if self.rank == 0:
-            self._store.set(self._key(topic, 0), data)
+            self._put(self._key(topic, 0), data)
             return data
         return self._take(self._key(topic, 0), "rank 0")
 
@@ -66,15 +71,31 @@ class Meeting:
         """Take rank 0's announcements out of the store, once all ranks have read them."""
         if self.size > 1 and self.rank == 0:
             for topic in topics:
-                self._store.delete_key(self._key(topic, 0))
+                self._delete(self._key(topic, 0))
 
     def _key(self, topic: str, rank: int) -> str:
         return f"holmes/checkpoint/{self._name}/{topic}/{rank}"
 
+    def _put(self, key: str, data: bytes) -> None:
+        self._ask(lambda: self._store.set(key, data), "the others")
+
+    def _delete(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key), "the others")
+
     def _take(self, key: str, who: str) -> bytes:
-        try:
+        def wait_and_get() -> bytes:
             self._store.wait([key], self._timeout)
-        except (dist.DistStoreError, RuntimeError) as error:
-            seconds = self._timeout.total_seconds()
-            raise CheckpointError(f"{who} has written nothing for {seconds:.0f} s, or is gone ({error})") from None
-        return bytes(self._store.get(key))
+            return bytes(self._store.get(key))
+
+        return self._ask(wait_and_get, who)
+
+    def _ask(self, request: Callable[[], _T], who: str) -> _T:
+        """What the store says, in time, whatever becomes of the way to it. Raises CheckpointError."""
+        seconds = self._timeout.total_seconds()
+        try:
+            return answer_within(request, timeout_s=seconds + _ANSWER_S)
+        except ConnectionLostError as error:
+            raise CheckpointError(f"nothing is heard of {who}: {error}") from None
+        except (dist.DistError, RuntimeError) as error:
+            said = str(error).splitlines()[0]
+            raise CheckpointError(f"{who} has written nothing for {seconds:.0f} s, or is gone ({said})") from None

@@ -1,9 +1,11 @@
 """When one rank fails, all end; it shows its traceback, and they a line that names it.
 
 The rank that fails first writes what ends it to the job's store. Every rank has a thread that looks there; ranks that
-are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it.
+are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it. Where the process that keeps
+the store is gone there is nothing to look at, and no run goes on: every rank says so and ends.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.comm.lost import is_lost
+from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.errors import RemoteError
 
 _KEY = "failure"
@@ -22,7 +25,10 @@ _FIRST_KEY = "first"
 _SEEN_KEY = "seen"
 _END_KEY = "end"
 _DOUBT_KEY = "doubt"
-_NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
+_DONE_KEY = "done"
+_LEFT_KEY = "left"
+_NOTICE_S = 10.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
+_NOTICE_OF_LOSS_S = 6.0  # likewise one that has lost another, which may be dead and read nothing
 _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
@@ -67,6 +73,10 @@ class FailureWatch:
         stuck. None: nobody asks any more."""
         self._cause: Failure | None = None
         self._answered = time.monotonic()
+        self._gone = threading.Event()
+        self._well = self._released = False  # this rank's run has ended well; rank 0's, and the store may go
+        self._kept_at = end_of(self._store)
+        self._store_watch = StoreWatch(self._store, self._lose_store)
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
@@ -76,21 +86,20 @@ class FailureWatch:
     def report(self, exception: BaseException) -> Failure | None:
         """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands: returned, as far
         as it is known."""
+        atexit.unregister(FailureWatch._see_off)
         if self._reachable():
-            # in a thread: where the way to the store is cut, a request to it does not come back
-            telling = threading.Thread(target=self._tell, args=(exception,), name="holmes-failure-report", daemon=True)
-            telling.start()
-            telling.join(timeout=2 * _NOTICE_S)
+            wait_s = _NOTICE_OF_LOSS_S if is_lost(exception) else _NOTICE_S
+            _in_thread(lambda: self._tell(exception, wait_s), timeout_s=wait_s + _NOTICE_OF_LOSS_S)
         self._end(timeout_s=5.0 if self._reachable() else 0.0)
         return self._cause
 
     def _reachable(self) -> bool:
         """Whether the store has answered lately."""
-        return time.monotonic() - self._answered < _SILENCE_S
+        return not self._gone.is_set() and time.monotonic() - self._answered < _SILENCE_S
 
-    def _tell(self, exception: BaseException) -> None:
+    def _tell(self, exception: BaseException, wait_s: float) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
-            end = time.monotonic() + _NOTICE_S
+            end = time.monotonic() + wait_s
             if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
                 while self._cause is None and time.monotonic() < end:  # the first is about to say it
                     self._cause = self._look()
@@ -112,11 +121,8 @@ class FailureWatch:
 
     def _look(self) -> Failure | None:
         """The failure that was reported first, if any."""
-        try:
-            if self._store.check([self._key(_KEY)]):
-                return Failure(*json.loads(self._store.get(self._key(_KEY))))
-        except Exception:  # the store's own rank is gone
-            return None
+        if self._store.check([self._key(_KEY)]):
+            return Failure(*json.loads(self._store.get(self._key(_KEY))))
         return None
 
     def ask_to_end(self) -> None:
@@ -155,26 +161,76 @@ class FailureWatch:
         A store that is silent, since its link was cut a moment ago, is waited for: a thread whose request comes back
         while the interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
         """
+        self._well = True
         self._end(timeout_s=_LAST_ANSWER_S)
+        if self._rank == 0:
+            atexit.unregister(FailureWatch._see_off)  # of a run before
+            atexit.register(FailureWatch._see_off, self)
+
+    def _see_off(self) -> None:
+        """On rank 0, whose process may keep the store, before that ends: wait until the others have ended the run, too, or know
+        that it may. Some seconds at the most."""
+        if not self._gone.is_set():
+            _in_thread(self._await_others, timeout_s=_NOTICE_OF_LOSS_S)
+
+    def _await_others(self) -> None:
+        with contextlib.suppress(Exception):
+            while self._store.add(self._key(_LEFT_KEY), 0) < self._world_size - 1:
+                time.sleep(0.02)
 
     def _end(self, timeout_s: float) -> None:
         self._stop.set()
+        self._store_watch.stop()
         self._thread.join(timeout_s)
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL_S):
-            if self._rank == 0 and not self.asked_to_end:
-                with contextlib.suppress(Exception):
+        try:
+            while not self._stop.wait(_POLL_S) and not self._gone.is_set():
+                if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
-            with contextlib.suppress(Exception):
                 self._answer()
-            self._cause = cause = self._look() or self._cause
-            self._answered = time.monotonic()
-            if cause is None or cause.rank == self._rank:
-                continue
-            with contextlib.suppress(Exception):
-                self._notice()
-            if self._stop.wait(_GRACE_S):
-                return
-            print(cause.line(self._rank), file=sys.stderr, flush=True)
+                self._leave()
+                self._cause = cause = self._look() or self._cause
+                self._answered = time.monotonic()
+                if cause is not None and cause.rank != self._rank:
+                    self._notice()
+                    return self._end_process(cause.line(self._rank))
+            if self._well and not self._gone.is_set():
+                self._leave()
+        except Exception:
+            self._lose_store()
+
+    def _leave(self) -> None:
+        """Tell that rank 0's run has ended well, or, on another, that the store may go; once."""
+        if self._rank == 0:
+            if self._well:
+                self._store.set(self._key(_DONE_KEY), "1")
+        elif not self._released and (self._well or self._store.check([self._key(_DONE_KEY)])):
+            self._released = True
+            self._store.add(self._key(_LEFT_KEY), 1)
+
+    def _lose_store(self) -> None:
+        """The store's process is gone, and with it whoever would say why."""
+        if self._gone.is_set():
+            return
+        self._gone.set()
+        if self._cause is not None or self._released:
+            return
+        place = "" if self._kept_at is None else f" at {self._kept_at[0]}:{self._kept_at[1]}"
+        self._end_process(
+            f"[rank {self._rank}] ends, because the job's store{place} is gone: the process that keeps it, which is rank 0 or "
+            f"torchrun on rank 0's host, has ended, or was killed. Look there for the reason"
+        )
+
+    def _end_process(self, line: str) -> None:
+        """Unless what this rank does ends by itself within a moment, as it mostly does when connections break."""
+        if not self._stop.wait(_GRACE_S):
+            print(line, file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _in_thread(act: Callable[[], None], *, timeout_s: float) -> None:
+    """Call ``act``, and wait no longer than this: where the way to the store is cut, a request to it does not come back."""
+    thread = threading.Thread(target=act, name="holmes-failure-report", daemon=True)
+    thread.start()
+    thread.join(timeout_s)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group, is_backend_registered
 
@@ -91,13 +92,20 @@ def _what_all_say(options: Any, ends: str, message: str) -> str:
     if listening:
         mine += f" (it listens on {', '.join(listening)})"
     said = {options.group_rank: mine}
-    options.store.set(f"unreachable/{options.group_rank}", mine)
-    deadline = time.monotonic() + _ANSWER.total_seconds()
-    for rank in range(options.group_size):
-        left = timedelta(seconds=max(0.05, deadline - time.monotonic()))
-        with contextlib.suppress(Exception):  # a rank that got through says nothing; the stores raise what they like
-            options.store.wait([f"unreachable/{rank}"], left)
-            said[rank] = options.store.get(f"unreachable/{rank}").decode()
+    store, size, deadline = options.store, options.group_size, time.monotonic() + _ANSWER.total_seconds()
+
+    def ask() -> None:
+        store.set(f"unreachable/{options.group_rank}", mine)
+        for rank in range(size):
+            left = timedelta(seconds=max(0.05, deadline - time.monotonic()))
+            with contextlib.suppress(
+                Exception
+            ):  # a rank that got through says nothing; the stores raise what they like
+                store.wait([f"unreachable/{rank}"], left)
+                said[rank] = store.get(f"unreachable/{rank}").decode()
+
+    with contextlib.suppress(Exception):
+        answer_within(ask, timeout_s=2 * _ANSWER.total_seconds())
     return "; ".join(f"(member {rank}) {text}" for rank, text in sorted(said.items()))
 
 

@@ -10,6 +10,7 @@ are cut off. So each rank tells in the job's store where it listens, and tries t
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -19,6 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+
+from lightning_holmes.comm.answer import answer_within
 
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0  # a rank looks once a second whether it is asked
@@ -66,9 +69,13 @@ def gather_blocked(store: Any, *, world_size: int) -> list[str]:
     for other in range(world_size):
         left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
         with contextlib.suppress(Exception):  # a rank that is gone says nothing; the stores raise what they like
-            store.wait([_key("blocked", other)], left)
-            found += json.loads(store.get(_key("blocked", other)))
+            found += json.loads(answer_within(functools.partial(_read_later, store, other, left), timeout_s=_ANSWER_S))
     return found
+
+
+def _read_later(store: Any, rank: int, timeout: timedelta) -> Any:
+    store.wait([_key("blocked", rank)], timeout)
+    return store.get(_key("blocked", rank))
 
 
 def _key(what: str, rank: int) -> str:

@@ -1,8 +1,10 @@
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launch import launch, launch_raw
 from lost_connections import raise_in
 
 from lightning_holmes.comm import failure
@@ -135,3 +137,18 @@ def test_an_exception_with_a_line_is_shown_as_it_and_any_other_as_before(
     assert others == [other] and capsys.readouterr().err == "a line\na line\n"
     assert (line_of(wrapped), line_of(other)) == ("a line", None)
     assert (one_line(ValueError("a\nb")), one_line(ValueError())) == ("ValueError: a", "ValueError")
+
+
+def test_ranks_that_wait_for_each_other_say_that_the_store_is_gone_and_end(tmp_path: Path) -> None:
+    payload = {"ends well": False, "poll_s": 300.0}  # nothing is asked for while it goes
+    workers = launch_raw(3, "lost_connections:lose_store", payload, timeout_s=60, folder=tmp_path)
+    assert [worker.exit_code for worker in workers] == [-9, 1, 1]
+    for rank in (1, 2):
+        output = workers[rank].output
+        assert f"[rank {rank}] ends, because the job's store at 127.0.0.1:" in output, output
+        assert "Exception raised from" not in output and len(output.splitlines()) < 10, output
+
+
+def test_a_rank_that_is_in_its_run_when_rank_0_has_ended_well_goes_on() -> None:
+    ended = launch(3, "lost_connections:lose_store", {"ends well": True, "poll_s": 0.01})
+    assert ended == ["ended", "went on", "went on"]

@@ -9,10 +9,12 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.checkpoint import saving
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
 
@@ -95,9 +98,26 @@ def train(
     trainer.fit(Stack(kill=kill), ckpt_path="last" if resume else None)
 
 
+def write_when_the_link_is_cut() -> None:
+    """The second time that this process writes last.ckpt it waits until its Ethernet, which it asks somebody to cut, is down."""
+    write, written = saving.write_part, []
+
+    def wait_and_write(*args: Any) -> Any:
+        written.append(args)
+        if len(written) == 4:  # each time after the file of its epoch
+            print("writing", flush=True)
+            while psutil.net_if_stats()["eth0"].isup:
+                time.sleep(0.01)
+        return write(*args)
+
+    saving.write_part = wait_and_write
+
+
 def main(folder: Path, options: dict[str, Any]) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
+    if os.environ["RANK"] == str(options.get("waits_for_cut")):
+        write_when_the_link_is_cut()
     strategy = HolmesStrategy(
         pipeline_parallel_size=2, num_microbatches=2, timeout=timedelta(seconds=options.get("timeout_s", 300))
     )

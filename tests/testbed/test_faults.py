@@ -63,10 +63,12 @@ def assert_last_checkpoint_is_whole(folder: Path, at_least: int) -> int:
 
 
 class Cut:
-    """Cuts a host's Ethernet when a step is told to be done; for ``seconds``, or for good. An ``echo`` of Testbed.run."""
+    """Cuts a host's Ethernet when a step is told to be done, or another line; for ``seconds``, or for good. An ``echo`` of
+    Testbed.run."""
 
-    def __init__(self, bed: Testbed, nic: str, step: int, seconds: float | None = None) -> None:
-        self.bed, self.nic, self.line, self.seconds = bed, nic, f"step {step} done", seconds
+    def __init__(self, bed: Testbed, nic: str, at: int | str, seconds: float | None = None) -> None:
+        line = at if isinstance(at, str) else f"step {at} done"
+        self.bed, self.nic, self.line, self.seconds = bed, nic, line, seconds
         self.began: float | None = None
         self.threads: list[threading.Thread] = []
 
@@ -88,7 +90,7 @@ class Cut:
 
 
 def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
-    given = {key: options.pop(key) for key in ("timeout_s", "kill_rank") if key in options}
+    given = {key: options.pop(key) for key in ("timeout_s", "kill_rank", "waits_for_cut") if key in options}
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(bed.hosts), **given})]
     command = [*options.pop("before", [sys.executable]), *arguments]
     return bed.run(command, env={"PYTHON_EXEC": forked_executable()}, grace_s=90, **{"timeout_s": 200, **options})
@@ -102,7 +104,7 @@ def shown(results: dict[str, HostResult]) -> str:
 
 def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(tmp_path: Path) -> None:
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", step=4, seconds=5.0)
+        cut = Cut(bed, "west.eth0", at=4, seconds=5.0)
         results = run(bed, tmp_path, echo=cut, before=forked_python())
         assert cut.end() >= 5.0
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
@@ -113,7 +115,7 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
 def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
     timeout_s = 8
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", step=5)
+        cut = Cut(bed, "west.eth0", at=5)
         results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python())
         taken = cut.end()
     assert all(result.exit_code for result in results.values()), shown(results)
@@ -127,6 +129,21 @@ def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_na
     assert told is not None, shown(results)
     assert re.search(r"gloo.*rank 0 on (east|west) \(eth0 [\d.]+\), rank 1 on (east|west) \(eth0", told[2]), told[0]
     assert_last_checkpoint_is_whole(tmp_path, at_least=4)
+
+
+def test_a_link_that_is_cut_for_good_while_a_checkpoint_is_written_ends_all_ranks(tmp_path: Path) -> None:
+    timeout_s = 8
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        cut = Cut(bed, "west.eth0", at="writing")
+        results = run(bed, tmp_path, timeout_s=timeout_s, waits_for_cut=1, echo=cut, before=forked_python())
+        taken = cut.end()
+    assert all(result.exit_code for result in results.values()), shown(results)
+    assert taken < timeout_s + 15, shown(results)
+    assert "CheckpointError: nothing is heard of rank 0: the job's store has not" in results["west"].output, shown(
+        results
+    )
+    assert "CheckpointError: rank 1 has written nothing for 8 s" in results["east"].output, shown(results)
+    assert assert_last_checkpoint_is_whole(tmp_path, at_least=SAVED_EVERY) == SAVED_EVERY
 
 
 def test_a_killed_process_ends_all_ranks_and_its_neighbours_name_it(tmp_path: Path) -> None:

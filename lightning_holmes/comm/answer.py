@@ -1,0 +1,69 @@
+"""Requests to the job's store that come back, whatever has become of the way to it.
+
+torch's client of the store (2.13) waits for an answer without a limit: where the link is cut, ``wait`` tells that it has timed out
+and never returns, and where the store's process is gone, ``clone`` tries to connect for as long as the timeout of WORLD.
+
+    answer_within(lambda: store.wait([key], timeout), timeout_s=31.0)
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_holmes.comm.store_watch import end_of
+from lightning_holmes.errors import ConnectionLostError
+
+T = TypeVar("T")
+
+
+def answer_within(ask: Callable[[], T], *, timeout_s: float) -> T:
+    """What ``ask()`` gives or raises. It is called in a thread, which is left to itself if it takes longer.
+
+    Raises:
+        ConnectionLostError: it took longer.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="holmes-store-request", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ConnectionLostError(
+            f"the job's store has not answered for {timeout_s:.0f} s: the network to the host that keeps it, that of rank 0, is "
+            f"cut, or that host hangs"
+        )
+    return answers[0]
+
+
+def connect_again(store: Any, *, timeout_s: float) -> Any:
+    """A client of its own of the process that keeps ``store``; ``store`` itself where no process does.
+
+    Raises:
+        ConnectionLostError: that process is gone, or does not answer in time.
+    """
+    end = end_of(store)
+    if end is None:
+        return store
+
+    def connect() -> Any:
+        try:
+            socket.create_connection(end).close()
+        except ConnectionRefusedError:
+            raise ConnectionLostError(
+                f"the job's store at {end[0]}:{end[1]} is gone: the process that keeps it has ended"
+            ) from None
+        except OSError:  # the way to it may come back
+            pass
+        return store.clone()
+
+    return answer_within(connect, timeout_s=timeout_s)
