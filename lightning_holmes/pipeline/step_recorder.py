@@ -70,6 +70,7 @@ class StepRecorder:
         self.crossing_elements = 0
         self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
+        self.recomputes = False  # the forward is over: what is called now belongs to the backward
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
         self.storages: dict[int, tuple[Any, int | None]] = {}
         self.reached: dict[
@@ -124,6 +125,7 @@ class StepRecorder:
             raise UnsupportedModuleError(
                 f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
             )
+        self.recomputes = True
         began = self.clock(), self.counts()
         loss.sum().backward()  # type: ignore[no-untyped-call]
         end = self.clock(), self.counts()
@@ -166,6 +168,8 @@ class StepRecorder:
 
     def _gate(self, places: Sequence[int], forward: Callable[..., Any]) -> Callable[..., Any]:
         def gate(*args: Any, **kwargs: Any) -> Any:
+            if self.recomputes:  # a checkpoint around the whole layer runs it again
+                return forward(*args, **kwargs)
             expected = len(self.called)
             if expected not in places:
                 raise NotTheLayersError(f"layer {places[0]} is called where layer {expected} would follow")

@@ -4,12 +4,14 @@ import copy
 import itertools
 import time
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.models import GPT
@@ -267,6 +269,34 @@ def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: py
     assert long.forward + long.backward == pytest.approx(3 * (short.forward + short.backward))
     whole = [layer.forward + layer.backward for layer in short.layers]
     assert max(whole) < 4 * min(whole), whole
+
+
+class Recomputes(Stack):
+    """Runs each layer, called as a whole, under activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False)) for _ in range(4)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x = self.enter(batch)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False).relu()
+        return self.leave(x).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["fake", "measure"])
+def test_layers_that_are_run_again_in_the_backward_count_there(mode: Literal["fake", "measure"]) -> None:
+    cost = profile_step(Recomputes(), (torch.randn(5, 3), 0), mode=mode)
+    assert cost.num_layers == 4 and cost.layers[0].backward > 0
+    if mode == "fake":
+        product = 2 * 5 * 8 * 8
+        assert [layer.forward for layer in cost.layers] == [2 * product] * 4
+        # for each product one for the weight and one for the input; the last of a layer is not needed again
+        assert [layer.backward for layer in cost.layers] == [4 * product + product] * 4
+        assert [layer.recomputed for layer in cost.layers] == [product] * 4
 
 
 def test_what_cannot_be_profiled_is_named() -> None:
