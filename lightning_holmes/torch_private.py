@@ -31,6 +31,7 @@ __all__ = [
     "forward_number",
     "gloo_device",
     "gloo_group",
+    "gloo_timeout",
     "has_accumulation_hook",
     "has_load_hooks",
     "holds_hooks",
@@ -91,9 +92,15 @@ def gloo_group(
     options._devices = list(devices)
     options._timeout = min(timeout, connect)
     group = dist.ProcessGroupGloo(store, rank, size, options)
-    group._set_default_timeout(timeout)
+    group._set_default_timeout(timeout)  # not that of sends and receives, whose waits must be given it
     group._set_sequence_number_for_group()
     return group
+
+
+def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of a group that :func:`gloo_group` has made may take."""
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def nccl_options(net_name: str) -> Any:

@@ -128,6 +128,7 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
         tensor = torch.ones(2)
         group.allreduce([tensor]).wait()
         assert tensor.tolist() == [1.0, 1.0]
+    assert group.options._timeout == timedelta(seconds=20)
     assert not torch_private.is_backend_registered("no_such_backend")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.comm.compression import Compressor
+from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
 
 COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
@@ -149,7 +150,7 @@ class PointToPoint:
             operations.append(dist.P2POp(dist.irecv, received(source), group=self.group, group_peer=source))
             operations.append(dist.P2POp(dist.isend, sent(to), group=self.group, group_peer=to))
         for work in dist.batch_isend_irecv(operations):
-            work.wait()
+            wait_for(work, self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ a second, and the groups of a rank are many.
 
     devices = GlooDevices()
     group = dist.new_group(ranks, backend=GLOO, pg_options=devices.on("eth1"))
+    wait_for(dist.isend(tensor, 1, group=group), group)
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.errors import ConfigurationError, UnreachableError
-from lightning_holmes.torch_private import gloo_device, gloo_group, is_backend_registered
+from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
 
 GLOO = "holmes_gloo"
 _ANSWER = timedelta(seconds=5)
@@ -70,6 +71,18 @@ def register() -> None:
     """Make the backend known to torch; again and again does no harm."""
     if not is_backend_registered(GLOO):
         dist.Backend.register_backend(GLOO, _create, extended_api=True, devices=["cpu"])
+
+
+def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
+    """Wait for a send or a receive, no longer than the group's timeout; of any backend.
+
+    Gloo's know no other timeout than that in which the group was connected (torch 2.13), unless ``wait`` is given one. For
+    NCCL's that would hold up the host.
+    """
+    if group is not None and dist.get_backend(group) == GLOO:
+        work.wait(gloo_timeout(group))
+    else:
+        work.wait()
 
 
 def _create(options: Any, given: GlooOptions) -> Any:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
 
 _INLINE_BYTES = 1016
@@ -82,6 +83,7 @@ class _PostedReceive:
     tensors: list[Tensor]
     works: list[Any]
     dtypes: list[torch.dtype]
+    group: dist.ProcessGroup
     where: Callable[[], str]
 
     def ready(self) -> bool:
@@ -90,7 +92,7 @@ class _PostedReceive:
     def wait(self) -> list[Tensor]:
         with naming(self.where):
             for work in self.works:
-                work.wait()
+                wait_for(work, self.group)
         return [tensor.to(dtype) for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)]
 
 
@@ -132,7 +134,7 @@ class DistributedP2P:
         self._narrowed = dict(narrowed or {})
         self._everyone = everyone
         self._describe = describe
-        self._in_flight: list[tuple[Any, Tensor, Callable[[], str]]] = []
+        self._in_flight: list[tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]] = []
         self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     @property
@@ -163,7 +165,7 @@ class DistributedP2P:
         where = functools.partial(self._where, f"{what} to rank {peer}", group)
         with naming(where):
             tag = {} if topic is None else {"tag": topic}
-            self._in_flight.append((dist.isend(data, peer, group=group, **tag), data, where))
+            self._in_flight.append((dist.isend(data, peer, group=group, **tag), data, group, where))
 
     def _where(self, what: str, group: dist.ProcessGroup) -> str:
         return f"on rank {self.ranks[self.rank]} while {what} in {self._describe(group)}"
@@ -177,7 +179,7 @@ class DistributedP2P:
         where = functools.partial(self._where, f"receiving tensors from rank {peer}", group)
         with naming(where):
             works = [dist.irecv(t, peer, group=group) for t in tensors]
-        return _PostedReceive(tensors, works, [spec.dtype for spec in specs], where)
+        return _PostedReceive(tensors, works, [spec.dtype for spec in specs], group, where)
 
     def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
         """The type in which a tensor of ``dtype`` goes to or comes from ``rank``."""
@@ -210,19 +212,20 @@ class DistributedP2P:
         with naming(functools.partial(self._where, what, self._messages)):
             self.expect_message(source, topic)
             work, head = self._expected.pop((source, topic))
-            work.wait()
+            wait_for(work, self._messages)
             length = int(head[:8].view(torch.int64).item())
             if length <= _INLINE_BYTES:
                 data = head[8 : 8 + length]
             else:
                 data = torch.empty(length, dtype=torch.uint8)
-                dist.recv(data, self.ranks[source], group=self._messages, tag=topic)
+                rest = dist.irecv(data, self.ranks[source], group=self._messages, tag=topic)
+                wait_for(rest, self._messages)
         return pickle.load(io.BytesIO(data.numpy().tobytes()))
 
     def finish(self) -> None:
-        for work, _, where in self._in_flight:
+        for work, _, group, where in self._in_flight:
             with naming(where):
-                work.wait()
+                wait_for(work, group)
         self._in_flight.clear()
 
 

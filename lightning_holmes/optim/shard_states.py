@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
@@ -135,9 +136,9 @@ def _join(
             if target == rank and own is not None:
                 flat[start : start + numel].copy_(own)
             elif own is not None:
-                dist.send(own, group=group, group_dst=target)
+                wait_for(dist.isend(own, group=group, group_dst=target), group)
             elif target == rank:
-                dist.recv(flat[start : start + numel], group=group, group_src=piece.rank)
+                wait_for(dist.irecv(flat[start : start + numel], group=group, group_src=piece.rank), group)
     if not wanted:
         return None
     return dtensor.like(whole, parameter) if described.is_laid_out else whole

@@ -1,0 +1,55 @@
+"""Fits in which a rank keeps the others waiting in a hook."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from strategy_cases import Setting, build, samples
+
+from lightning_holmes.comm import gloo
+
+CONNECT_S, LATE_S = 5.0, 7.0
+
+
+class Late(pl.Callback):
+    """On the last rank, which holds the last stage of the last replica; after the message that all ranks wait for."""
+
+    def __init__(self, *, stuck: bool = False) -> None:
+        self.stuck = stuck
+
+    def wait(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and batch_idx == 1:
+            threading.Event().wait() if self.stuck else time.sleep(LATE_S)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.wait(trainer, batch_idx)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.wait(trainer, batch_idx)
+
+
+def late(payload: dict[str, Any]) -> tuple[int, float]:
+    """A rank is later than groups may take to connect, in training and in validation; within the timeout."""
+    torch.set_num_threads(1)
+    gloo._CONNECT = timedelta(seconds=CONNECT_S)
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "p2p"}
+    setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options, replicas=2)
+    trainer = setting.trainer(callbacks=[Late()], max_epochs=1, num_sanity_val_steps=0)
+    data = setting.loader(samples())
+    trainer.fit(build(), data, setting.loader(samples()))
+    return trainer.global_step, float(trainer.callback_metrics["val_loss"])
+
+
+def stuck(payload: dict[str, Any]) -> None:
+    """A rank never leaves its hook; the timeout is five seconds."""
+    torch.set_num_threads(1)
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "timeout": timedelta(seconds=5)}
+    setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options)
+    setting.trainer(callbacks=[Late(stuck=True)]).fit(build(), setting.loader(samples()))
