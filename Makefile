@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
 WORKERS ?= 3
 
 # Kept for every command: no network calls, one thread a process (several processes share the cores).
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench exhaustive lint docs clean
+.PHONY: help install python demo test oldest bench exhaustive lint docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,13 +25,23 @@ help: ## print this list
 install: $(STAMP) ## create .venv and install the package with everything the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed. Install Python 3.10 or newer (Debian, Ubuntu: apt-get install python3 python3-venv), or name one: make install PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $$($(PYTHON) --version) is too old. Python 3.10 or newer is needed; name one: make install PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: '$(PYTHON)' cannot create virtual environments. Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(MAKE) --no-print-directory --silent python
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt \
 		-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
 	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	@$(MAKE) --no-print-directory --silent python
+	@test -x $(OLDEST)/bin/pip || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --disable-pip-version-check --quiet -c constraints-oldest.txt \
+		-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
+	@touch $@
+
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed. Install Python 3.11 or newer (Debian, Ubuntu: apt-get install python3 python3-venv), or name one: make install PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $$($(PYTHON) --version) is too old. Python 3.11 or newer is needed; name one: make install PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: '$(PYTHON)' cannot create virtual environments. Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
 
 demo: install ## train a small GPT on 4 processes laid out as two clusters (about 3 minutes on 2 cores)
 	PYTHONWARNINGS=ignore::DeprecationWarning,ignore::FutureWarning TORCH_CPP_LOG_LEVEL=ERROR \
@@ -39,6 +50,11 @@ demo: install ## train a small GPT on 4 processes laid out as two clusters (abou
 # More workers than cores: processes that form a job wait for each other about half of the time.
 test: install ## run what every change must pass; large products of cases pairwise
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
+
+# Left out is what asks nothing of other packages than torch, whose version is one.
+oldest: $(OLDEST)/.installed ## run what touches other packages on the oldest versions that pyproject.toml promises
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark' $(addprefix --ignore=tests/, \
+		testbed plan cluster comm optim pipeline parity wild lightning_contract benchmarks gpu test_wheel.py)
 
 bench: install ## measure speeds and compare them with what is promised; alone on the machine, and no part of CI
 	$(BIN)/python -m pytest -n 0 -s -m benchmark
@@ -55,5 +71,5 @@ docs: install ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what the other targets made: environment, caches, runs
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis wandb lightning_logs runs
+	rm -rf $(VENV) $(OLDEST) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis wandb lightning_logs runs
 	find lightning_holmes tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

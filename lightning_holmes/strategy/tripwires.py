@@ -24,7 +24,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -33,7 +33,6 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError

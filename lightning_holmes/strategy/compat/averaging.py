@@ -13,14 +13,13 @@ replica, and the copy is cut as they are. What the callbacks write into checkpoi
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.errors import UnsupportedModuleError

@@ -11,13 +11,12 @@ Lightning; after it, each rank's own again.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from lightning_holmes import checkpoint
 from lightning_holmes.errors import UnsupportedModuleError

@@ -10,13 +10,12 @@ on all of them, as on_before_optimizer_step does).
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements

@@ -15,12 +15,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
 
 from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH

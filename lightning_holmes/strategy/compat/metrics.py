@@ -3,10 +3,9 @@
 with ReplicaMetrics(module, group): ...
 """
 
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
-from typing_extensions import Self
 
 from lightning_holmes.strategy.compat.replacements import Replacements
 

@@ -9,12 +9,11 @@ handed to rank 0 through the job's store.
         signals.ends_together
 """
 
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import Self
 
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
