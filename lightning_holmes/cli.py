@@ -91,6 +91,7 @@ class HolmesTrainer(Trainer):
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
         sharded_optimizer: bool | Literal["auto"] | None = None,
+        sharded_parameters: bool | Literal["auto"] | None = None,
         sequence_parallel: bool = False,
         plot: str | None = None,
         html: str | None = None,
@@ -110,6 +111,8 @@ class HolmesTrainer(Trainer):
             tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
             sharded_optimizer: Whether optimizer states are sharded over replicas; by default as the strategy's argument says.
+            sharded_parameters: Whether parameters and gradients are sharded, too, under breadth_first; "auto" compares both. By default
+                as the strategy's argument says.
             sequence_parallel: The module's tensor-parallel ranks share what lies between their parts, too.
             plot: A .png or .svg file for the timeline of the best plan's step.
             html: A file for one page with everything.

@@ -37,7 +37,7 @@ from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.route import REACHED, Network
-from lightning_holmes.plan.search import SearchResult, SearchSpace, search
+from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
@@ -71,6 +71,7 @@ class PlanRequest:
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
     sharded_optimizer: bool | Literal["auto"] | None = None
+    sharded_parameters: bool | Literal["auto"] | None = None
     sequence_parallel: bool = False
     plot: str | None = None
     html: str | None = None
@@ -93,7 +94,9 @@ def run_plan(
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
     space = _space(request, asked.plan_options, is_plan="plan" in given, num_layers=cost_model.model.num_layers)
-    result = search(cost_model, space)
+    sharded = request.sharded_parameters
+    asked_sharding = asked.training_options.sharded_parameters if sharded is None else sharded
+    result = search_with_sharding(cost_model, space, asked_sharding)
     if request.output is not None:
         make_best_plan(result, cost_model, asked.plan_options).save(request.output)
     if request.format == "json":
@@ -454,6 +457,8 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
     ]
     if result.memory_note is not None:
         notes.append(result.memory_note)
+    if best.sharded_parameters:
+        notes.append("sharded_parameters: predicted with it; give it to the strategy beside this plan")
     if best.run.recomputation:
         notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
     return make_plan(

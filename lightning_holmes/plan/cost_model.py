@@ -26,7 +26,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -154,6 +154,10 @@ class CostModel:
         other = copy.copy(self)
         other.training, other._sharded = training, {}
         return other
+
+    def with_sharded_parameters(self) -> CostModel:
+        """The same with parameters, gradients and optimizer states in shards."""
+        return self.with_training(replace(self.training, sharded_parameters=True, sharded_optimizer=True))
 
     def speeds(self, layout: Layout) -> tuple[float, ...]:
         """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""

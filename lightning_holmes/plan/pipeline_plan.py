@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
@@ -20,7 +21,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.search.notes import describe_result
-from lightning_holmes.plan.search.planner import search
+from lightning_holmes.plan.search.sharding import search_with_sharding
 from lightning_holmes.plan.self_adapting import Balance, solve
 
 _MICROBATCHES_PER_RANK = 4
@@ -29,7 +30,8 @@ _LAYERED_CHUNKS = 4  # of a breadth-first pipeline whose costs are not known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """prediction: of a step, where costs are known. notes: a line for everything that was chosen."""
+    """prediction: of a step, where costs are known. notes: a line for everything that was chosen. sharded_parameters: whether
+    parameters live in shards, where that was left open."""
 
     partition: Partition
     schedule: str
@@ -37,6 +39,7 @@ class PipelinePlan:
     num_microbatches: int
     notes: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    sharded_parameters: bool = False
 
 
 def plan_by_count(
@@ -102,6 +105,8 @@ def plan_by_costs(
     *,
     not_interleaved: str | None = None,
     prefers_eager: bool = False,
+    sharded_parameters: bool | Literal["auto"] = False,
+    why_not_sharded: str | None = None,
     described: str = "",
 ) -> PipelinePlan:
     """The fastest schedule, number of microbatches and partition by simulation.
@@ -109,6 +114,8 @@ def plan_by_costs(
     Args:
         not_interleaved: why interleaving is not to be chosen, in words; None: it may be.
         prefers_eager: take a schedule that gives transfers time where its prediction is as good as another's.
+        sharded_parameters: whether they live in shards; "auto" as the search says. The costs are those of whole ones.
+        why_not_sharded: why "auto" must not take that, in words; None: it may.
         described: how the costs came about, for the notes.
 
     Raises what the search raises.
@@ -121,7 +128,7 @@ def plan_by_costs(
         prefers_eager=prefers_eager,
         is_settled=not options.leaves_open,
     )
-    result = search(cost_model, space)
+    result = search_with_sharding(cost_model, space, sharded_parameters, why_not=why_not_sharded)
     best = result.best
     return PipelinePlan(
         partition=best.partition,
@@ -130,6 +137,7 @@ def plan_by_costs(
         num_microbatches=best.run.num_microbatches,
         notes=describe_result(result, cost_model, options, not_interleaved=not_interleaved, described=described),
         prediction=best,
+        sharded_parameters=best.sharded_parameters,
     )
 
 

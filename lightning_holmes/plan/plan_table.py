@@ -114,6 +114,8 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         table.add_row(*(Text(cell) for cell in prediction_cells(entry)), style="bold" if entry is result.best else None)
     console.print(table)
     console.print(Text(f"Chosen: {result.best.run}: {result.best.reason}"))
+    if result.sharding_note is not None:
+        console.print(Text(result.sharding_note))
     for number, entry in enumerate(result.runners_up, start=2):
         console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
     console.print(Text(describe_left_out(result)))
@@ -162,4 +164,5 @@ def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
         "num_candidates": result.num_candidates,
         "left_out": dict(result.left_out),
         "memory_note": result.memory_note,
+        "sharding_note": result.sharding_note,
     }

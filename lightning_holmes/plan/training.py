@@ -39,7 +39,7 @@ class TrainingOptions:
     """HolmesStrategy's arguments of the same names, checked there."""
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
-    sharded_parameters: bool = False
+    sharded_parameters: bool | Literal["auto"] = False
     master_weights: bool = False
     grad_dtype: str | None = "fp32"
     compression: str | None = None
@@ -137,6 +137,7 @@ def make_training(
     wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
     gradient = weight if weight > _FP32 else wanted  # double precision stays
     master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
+    in_shards = options.sharded_parameters is True  # "auto" is the search's to decide
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
@@ -144,8 +145,8 @@ def make_training(
         activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
-        sharded_optimizer=True if master or options.sharded_parameters else options.sharded_optimizer,
-        sharded_parameters=options.sharded_parameters,
+        sharded_optimizer=True if master or in_shards else options.sharded_optimizer,
+        sharded_parameters=in_shards,
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),

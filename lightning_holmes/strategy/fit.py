@@ -57,6 +57,7 @@ class Fit(Run):
     """
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
+        self._found: Separability | None = None  # of the optimizer, once there is one
         super().__init__(trainer, context)
         context.resumption.optimizers = []  # of a run that came to no batch
         self.accumulates = False
@@ -81,7 +82,6 @@ class Fit(Run):
         admission.check_optimizers(optimizers)
         names = [checkpoint.parameter_group_names(self.pipeline, o) for o in optimizers]
         placement = self.job.placement
-        self._found: Separability | None = None
         wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
         if optimizers and (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
             self._found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
@@ -113,7 +113,8 @@ class Fit(Run):
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
         self.parameter_groups.keep_local()
-        if options.sharded_parameters:
+        assert self.planned is not None
+        if self.planned.sharded_parameters:
             self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
             self.gradients = make_gradients(
@@ -139,6 +140,11 @@ class Fit(Run):
         measures = not torch.are_deterministic_algorithms_enabled()
         if job.groups.pipeline is not None and options.chooses_schedule and measures:
             self._trial = SplitTrial(self.plan, self.driver, job.connection.device)
+
+    def _why_not_sharded(self) -> str | None:
+        optimizers = self.trainer.strategy.optimizers
+        optimizer = optimizers[0] if optimizers else None
+        return sharding.why_not_sharded(self._found, optimizer, self.trainer, compression=self.options.compression)
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         return sharding.hidden_in_hooks(self.shards, shards_parameters=self.stage_shards is not None)

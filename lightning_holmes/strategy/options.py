@@ -69,7 +69,7 @@ class Options:
     powersgd_rank: int
     activation_dtype: str | None
     sharded_optimizer: bool | Literal["auto"]
-    sharded_parameters: bool
+    sharded_parameters: bool | Literal["auto"]
     master_weights: bool
     monitor: bool | int
     process_group_backend: str | None
@@ -99,7 +99,7 @@ class Options:
         _check_one_of("profile", self.profile, ("auto", "flops", "measure"))
         _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
-        for name in ("save_distributed_checkpoint", "sharded_optimizer"):
+        for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters"):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
         for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
@@ -110,13 +110,13 @@ class Options:
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
-        if self.sharded_parameters:
+        if self.sharded_parameters is True:
             self._check_sharded_parameters()
 
     def _check_sharded_parameters(self) -> None:
         """Refuse what parameters in shards cannot be had with."""
         schedule = self.plan_options.schedule
-        if not SCHEDULES[schedule].is_layered:
+        if schedule != "auto" and not SCHEDULES[schedule].is_layered:
             raise ConfigurationError(
                 f"sharded_parameters=True with schedule={schedule!r}: each stage would be gathered for each microbatch, or "
                 f'stay whole; use schedule="breadth_first", under which all microbatches pass a stage before the next one'
@@ -150,7 +150,7 @@ class Options:
             tensor_parallel_size=self.tensor_parallel_size,
             num_microbatches=self.num_microbatches,
             eval_num_microbatches=self.eval_num_microbatches,
-            schedule="breadth_first" if self.sharded_parameters and self.schedule == "auto" else self.schedule,
+            schedule=self._schedule,
             num_chunks=SCHEDULES[self.schedule].chunks(self.num_chunks) if self.schedule != "auto" else self.num_chunks,
             partition=self.partition,
             layers=self.layers,
@@ -158,14 +158,20 @@ class Options:
         return asked if self.given_plan is None else options_of_plan(self.given_plan, asked, source=str(self.plan))
 
     @property
+    def _schedule(self) -> str:
+        """What is asked for; parameters in shards ask for a layered one where neither argument nor plan file names one."""
+        implied = self.sharded_parameters is True and self.schedule == "auto" and self.plan is None
+        return "breadth_first" if implied else self.schedule
+
+    @property
     def chooses_schedule(self) -> bool:
         """Whether nobody has settled a schedule, neither an argument nor a plan file."""
-        return self.schedule == "auto" and self.plan is None and not self.sharded_parameters
+        return self.schedule == "auto" and self.plan is None and self.sharded_parameters is not True
 
     def without_measuring(self) -> Options:
         """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
         runtime_plan.py to settle."""
-        needed = self.master_weights or self.sharded_parameters
+        needed = self.master_weights or self.sharded_parameters is True
         return dataclasses.replace(
             self,
             gradient_sync="all_reduce" if self.gradient_sync == "auto" else self.gradient_sync,

@@ -22,11 +22,13 @@ from lightning_holmes.strategy.tracing import TraceResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimePlan:
-    """The plan of a run, how it was chosen, and the prediction of a step, where costs are known."""
+    """The plan of a run, how it was chosen, and the prediction of a step, where costs are known; and whether its parameters
+    live in shards."""
 
     plan: Plan
     choice: PipelinePlan | None
     num_layers: int
+    sharded_parameters: bool = False
 
     @property
     def prediction(self) -> Prediction | None:
@@ -44,6 +46,7 @@ class PlanRequest:
         context: of a training step (precision).
         former: the plan and choice of the run before of this strategy, whose layout is kept.
         predicts: a prediction is wanted even where everything is settled.
+        why_not_sharded: why parameters cannot live in shards where that is left to us; None: they can.
         topology_given: the user has described the clusters and their links.
         measures: what is measured may decide something.
         resumed_microbatches: of the run that is gone on from; None where there is none, or it does not say.
@@ -64,6 +67,7 @@ class PlanRequest:
     stand_ins: Callable[[], AbstractContextManager[None]]
     former: RuntimePlan | None = None
     predicts: bool = False
+    why_not_sharded: str | None = None
     topology_given: bool = False
     measures: bool = True
     resumed_microbatches: int | None = None

@@ -55,12 +55,18 @@ class RunContext:
 
 
 def plan_run(
-    trainer: "pl.Trainer", context: RunContext, traced: TraceResult, training: StepSample | None
+    trainer: "pl.Trainer",
+    context: RunContext,
+    traced: TraceResult,
+    training: StepSample | None,
+    *,
+    why_not_sharded: str | None = None,
 ) -> RuntimePlan:
     """The plan of a run of a module of which so much is known. Every rank must call.
 
     Args:
         training: a batch of the training step; None where nothing is trained.
+        why_not_sharded: why its parameters cannot live in shards, where that is left to us.
 
     Raises:
         HolmesError: the options are refused, on every rank alike.
@@ -89,6 +95,7 @@ def plan_run(
             stand_ins=context.builder.stand_ins,
             former=context.former,
             predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
+            why_not_sharded=why_not_sharded,
             topology_given=options.topology != "auto",
             measures=not torch.are_deterministic_algorithms_enabled(),
             resumed_microbatches=context.resumption.take_num_microbatches() if fitting else None,

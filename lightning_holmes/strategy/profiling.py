@@ -54,7 +54,9 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     Every rank must call.
     """
     size = request.layout.placement.pipeline_parallel_size
+    asks_sharding = request.training.sharded_parameters == "auto" and request.why_not_sharded is None
     wanted = size > 1 and (request.options.leaves_open or request.predicts)
+    wanted = wanted or (asks_sharding and request.layout.placement.data_parallel_size > 1)
     if not wanted:
         return None
     if request.sample is None or request.traced.batch_size is None:

@@ -164,7 +164,9 @@ class Run:
         with self._learning():
             self.known = learn_steps(self.trainer, self.context, self.known, samples, before_run=before_run)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
-            planned = plan_run(self.trainer, self.context, self.known, training)
+            planned = plan_run(
+                self.trainer, self.context, self.known, training, why_not_sharded=self._why_not_sharded()
+            )
         plan, rank = planned.plan, self.job.connection.rank
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         self.planned, self.plan = planned, plan
@@ -172,6 +174,10 @@ class Run:
         self.context.resumption.put_weights(self.pipeline)
         show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
+
+    def _why_not_sharded(self) -> str | None:
+        """Why parameters cannot live in shards, where that is left to us, in words."""
+        return "nothing is trained"
 
     def _install(self) -> None:
         """Let go of what other stages hold."""

@@ -53,7 +53,8 @@ def decide(request: PlanRequest) -> RuntimePlan:
     if structure is not None:
         costs = None if _kept(request, structure) is not None else find_costs(request, structure)
         choice = _agree(request, functools.partial(_choose, request, structure, costs))
-    layout = request.layout
+    layout, asked = request.layout, request.training.sharded_parameters
+    in_shards = asked is True or (choice is not None and choice.sharded_parameters)
     plan = make_plan(
         request.options,
         topology=layout.topology,
@@ -63,7 +64,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
         num_layers=num_layers,
         batch_size=request.traced.batch_size,
         transports=layout.transports.describe,
-        notes=layout.notes,
+        notes=(*layout.notes, *_unsaid_of_sharding(request, choice)),
         choice=choice,
         made_for=MadeFor(
             module=type(request.module).__name__,
@@ -73,7 +74,17 @@ def decide(request: PlanRequest) -> RuntimePlan:
     )
     if structure is not None:
         structure.check_partition(plan.partition)
-    return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers)
+    return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers, sharded_parameters=in_shards)
+
+
+def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> list[str]:
+    """Why sharded_parameters="auto" shards nothing, where no costs were compared."""
+    if request.training.sharded_parameters != "auto" or (choice is not None and choice.prediction is not None):
+        return []
+    why = "there are no layers to bring one by one" if choice is None else "what a step costs is not known"
+    if request.layout.placement.data_parallel_size == 1:
+        why = "there is one replica"
+    return [f"sharded_parameters: off, since {request.why_not_sharded or why}"]
 
 
 def _settle_chunks(request: PlanRequest) -> PlanRequest:
@@ -148,6 +159,8 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
         not_interleaved=_not_interleaved(request, structure),
         # bears links that are slower than stated
         prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
+        sharded_parameters=request.training.sharded_parameters,
+        why_not_sharded=request.why_not_sharded,
         described=costs.described,
     )
     try:

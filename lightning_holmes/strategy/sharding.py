@@ -34,15 +34,13 @@ class ShardingOptions:
     """
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
-    sharded_parameters: bool = False
+    sharded_parameters: bool | Literal["auto"] = False
     master_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.sharded_optimizer not in ("auto", True, False):
             raise ConfigurationError(f'sharded_optimizer={self.sharded_optimizer!r}; use True, False or "auto"')
-        if not isinstance(self.sharded_parameters, bool):
-            raise ConfigurationError(f"sharded_parameters={self.sharded_parameters!r}; use True or False")
-        if self.sharded_parameters and self.sharded_optimizer is False:
+        if self.sharded_parameters is True and self.sharded_optimizer is False:
             raise ConfigurationError(
                 "sharded_parameters=True keeps each parameter's optimizer state where its share is, but sharded_optimizer is "
                 'False; leave it at "auto"'
@@ -58,7 +56,7 @@ class ShardingOptions:
 
 def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
     """Whether it is worth while to test optimizers."""
-    asked = options.master_weights or options.sharded_parameters
+    asked = options.master_weights or options.sharded_parameters is True
     return asked or (options.sharded_optimizer is not False and data_parallel_size > 1)
 
 
@@ -178,6 +176,21 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer")
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         return "it has complex parameters"
     return ""
+
+
+def why_not_sharded(
+    found: Separability | None, optimizer: Optimizer | None, trainer: "pl.Trainer", *, compression: str | None
+) -> str | None:
+    """Why ``sharded_parameters="auto"`` leaves parameters whole, as far as it can be told before a step; None: nothing is against it.
+
+    Args:
+        found: how ``optimizer`` can be sharded; None where it is not made yet, or there is one replica.
+    """
+    if compression is not None:
+        return f"compression={compression!r} is not exact, and each replica would own the only copy of its share"
+    refusal = refusal_of(found, optimizer, trainer) if found is not None and optimizer is not None else ""
+    readers = [f"{reader} reads whole gradients" for reader in gradient_readers(trainer)]
+    return refusal or next(iter(readers), None)
 
 
 def gradient_readers(trainer: "pl.Trainer") -> list[str]:

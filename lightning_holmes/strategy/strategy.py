@@ -90,9 +90,9 @@ class HolmesStrategy(ParallelStrategy):
             and that of the weights, which fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
             rank, down the ranks and back up), "breadth_first" (all microbatches through a stage before the next one; on one
             pipeline rank layered gradient accumulation), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
-            predicted to be the fastest, without gpipe, and from the third batch on with a split backward if the first two
+            predicted to be the fastest, "breadth_first" among them and gpipe not, and from the third batch on with a split backward if the first two
             show that to be faster.
-        num_chunks: stages of each rank; "auto" is 1 unless an interleaved schedule is chosen. With "breadth_first" it is a layer a
+        num_chunks: stages of each rank; "auto" is 1 unless a schedule of several is chosen. With "breadth_first" it is a layer a
             stage on one pipeline rank, and else what is predicted to be the fastest.
         partition: "self_adapting": layers are assigned so that the slowest stage is as fast as it can be, by the costs of the
             layers, with what runs before and after them, and the speeds of the hosts, and moved where that makes the
@@ -119,7 +119,9 @@ class HolmesStrategy(ParallelStrategy):
         sharded_optimizer: each replica keeps its share of the optimizer's state, and updates its share of the parameters.
             "auto": where the whole state does not fit, or is slower by what is measured (see docs/sharded-optimizer.md).
         sharded_parameters: each replica keeps its share of parameters, gradients and optimizer states; a stage is whole while it is
-            computed (see docs/layered.md). The schedule is "breadth_first" then.
+            computed (see docs/layered.md). The schedule is "breadth_first" then. "auto": where nothing else fits the memory, or a step
+            takes 5 % less by prediction. It is no default, since hooks that read parameters or gradients are refused with it, which
+            shows when they do.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
@@ -158,7 +160,7 @@ class HolmesStrategy(ParallelStrategy):
         powersgd_rank: int = 2,
         activation_dtype: Literal["bf16"] | None = None,
         sharded_optimizer: bool | Literal["auto"] = "auto",
-        sharded_parameters: bool = False,
+        sharded_parameters: bool | Literal["auto"] = False,
         master_weights: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,

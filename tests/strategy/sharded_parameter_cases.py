@@ -3,6 +3,10 @@
 Everything is compared with plain Lightning in one process on the same samples; see test_sharded_parameters.py.
 """
 
+import contextlib
+import types
+import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.plan.search import sharding
 
 BATCH, STEPS = 8, 4
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -144,6 +149,11 @@ def run_all(name: str) -> dict[str, Any]:
             found["plan"] = trainer.strategy.plan.schedule, trainer.strategy.plan.partition.layer_counts
             found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
             found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
+    for taken in (False, True):
+        with preferring_shards() if taken else contextlib.nullcontext():
+            module, trainer = build(), make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto")
+            trainer.fit(module, datamodule=Data())
+        found[f"auto {taken}"] = state_of(module), trainer.strategy.plan
     for kind, folders in (("folder", True), ("file", False)):
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **LAYERED)
         saver = Saver(folder / f"{kind}.ckpt")
@@ -164,6 +174,13 @@ def run_all(name: str) -> dict[str, Any]:
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"
     return found
+
+
+@contextlib.contextmanager
+def preferring_shards() -> Iterator[None]:
+    """As if a step in shards were always predicted to be faster by enough."""
+    with unittest.mock.patch.object(sharding, "Preference", lambda: types.SimpleNamespace(interleaving_gain=-100.0)):
+        yield
 
 
 class Saver(pl.Callback):

@@ -1,7 +1,8 @@
 """The search for the fastest plan that fits, for a run and for ``lightning-holmes plan`` alike.
 
 candidates.py says what is tried, balance.py assigns the layers, planner.py compares by simulation, preference.py decides
-between what is nearly as fast, and refine.py moves single layers of the winner.
+between what is nearly as fast, refine.py moves single layers of the winner, and sharding.py holds parameters in shards against
+whole ones.
 
     result = search(cost_model, SearchSpace(tensor=(1, 2, 4, 8)))
     result.best.run, result.best.partition, result.best.step_s
@@ -10,5 +11,6 @@ between what is nearly as fast, and refine.py moves single layers of the winner.
 from lightning_holmes.plan.search.candidates import SearchSpace
 from lightning_holmes.plan.search.planner import SearchResult, search
 from lightning_holmes.plan.search.preference import Preference
+from lightning_holmes.plan.search.sharding import search_with_sharding
 
-__all__ = ["Preference", "SearchResult", "SearchSpace", "search"]
+__all__ = ["Preference", "SearchResult", "SearchSpace", "search", "search_with_sharding"]

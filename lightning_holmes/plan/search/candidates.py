@@ -25,8 +25,13 @@ from lightning_holmes.plan.schedule import spec_of
 
 PLAIN_SCHEDULES = ("1f1b", "eager_1f1b")
 INTERLEAVED_SCHEDULES = ("eager_interleaved_1f1b", "interleaved_1f1b")
+LAYERED_SCHEDULES = ("breadth_first",)
+AUTO_SCHEDULES = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES, *LAYERED_SCHEDULES)
 _CHUNKS = (2, 3, 4)
 _LAYERED_CHUNKS = (1, *_CHUNKS, 6, 8, 12, 16, 24, 32)
+# Beside other schedules, so that a search stays short: one chunk is gpipe, and of many stages or microbatches the bubble is small
+_LAYERED_CHUNKS_BESIDE_OTHERS = (*_CHUNKS, 6, 8)
+_LAYERED_STAGES, _LAYERED_PER_RANK = 32, 4
 _MOST_PER_RANK = 16
 _COUNTS_TRIED = 8
 _SMALLEST_SIZES = 7  # microbatches of 1, 2, 4 ... 64 samples are tried where nothing larger fits
@@ -50,7 +55,7 @@ class SearchSpace:
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] = (1,)
     across: tuple[Across, ...] = ("pipeline", "data")
-    schedules: tuple[str, ...] = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES)
+    schedules: tuple[str, ...] = AUTO_SCHEDULES
     num_chunks: tuple[int, ...] | None = None
     num_microbatches: tuple[int, ...] | None = None
     recomputation: tuple[bool, ...] = (False, True)
@@ -72,7 +77,7 @@ def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any)
     """What the strategy's arguments leave open, for a run and for the command.
 
     Args:
-        interleaves: interleaved schedules may be chosen where the arguments do not name them.
+        interleaves: schedules of several stages a rank may be chosen where the arguments do not name them.
         settings: of the SearchSpace, beside what the arguments decide.
     """
     settled = options.num_chunks
@@ -81,9 +86,9 @@ def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any)
     if options.schedule != "auto":
         schedules = (options.schedule,)
     elif settled == "auto" and (interleaves or by_hand):
-        schedules = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES)
+        schedules = AUTO_SCHEDULES
     elif settled != "auto" and settled > 1:
-        schedules = INTERLEAVED_SCHEDULES
+        schedules = (*INTERLEAVED_SCHEDULES, *LAYERED_SCHEDULES)
     settings["schedules"] = schedules
     if settled != "auto":
         settings["num_chunks"] = (settled,)
@@ -174,6 +179,9 @@ def _runs(
         for count in counts:
             if chunks > 1 and count < layout.pipeline and len(schedules) > 1 and not spec_of(name).is_layered:
                 continue
+            many = space.num_microbatches is None and count > _LAYERED_PER_RANK * layout.pipeline
+            if many and spec_of(name).is_layered and len(space.schedules) > 1:
+                continue
             yield RunShape(
                 layout=layout,
                 schedule=name,
@@ -202,9 +210,16 @@ def _schedules(space: SearchSpace, size: int, num_layers: int, most_stages: int)
         if spec.is_chunked and spec.num_chunks is not None:
             found += [(name, spec.num_chunks)] * (size > 1)
         elif spec.is_layered:
-            numbers = settled or (_LAYERED_CHUNKS if size > 1 else (most_stages,))
+            open_ones = _LAYERED_CHUNKS if alone else _LAYERED_CHUNKS_BESIDE_OTHERS
+            numbers = settled or (open_ones if size > 1 else (most_stages,))
             fitting = [number for number in numbers if size * number <= (num_layers if settled else most_stages)]
-            found += [(name, number) for number in fitting or numbers[:1]]
+            if alone:
+                fitting = fitting or [numbers[0]]
+            else:
+                fitting = [
+                    number for number in fitting if number == 2 or (number > 1 and size * number <= _LAYERED_STAGES)
+                ]
+            found += [(name, number) for number in fitting]
         elif spec.is_interleaved:
             numbers = settled or _CHUNKS
             fitting = [number for number in numbers if number > 1 and size * number <= num_layers]

@@ -62,6 +62,11 @@ def nothing_fits(
         if any(_can_fit(other, run) for run in _smallest(runs, allowed)):
             cures.append(what)
             break
+    if not training.sharded_parameters and training.sharded_optimizer is not False:
+        in_shards = cost_model.with_sharded_parameters()
+        layered = _smallest([_layered(run, model.num_layers) for run in runs if run.layout.data > 1], recomputation)
+        if any(run.layout.tensor == 1 and _can_fit(in_shards, run) for run in layered):
+            cures.append("parameters in shards, sharded_parameters=True")
     limits = cost_model.memory_limits(least.run.layout)
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:
@@ -109,6 +114,11 @@ def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[R
         if key not in smallest or run.microbatch_samples < smallest[key].microbatch_samples:
             smallest[key] = run
     return [replace(run, recomputation=flag) for run in smallest.values() for flag in recomputation]
+
+
+def _layered(run: RunShape, num_layers: int) -> RunShape:
+    """The run with a layer a stage, all microbatches through one before the next."""
+    return replace(run, schedule="breadth_first", num_chunks=max(1, num_layers // run.layout.pipeline))
 
 
 def _can_fit(cost_model: CostModel, run: RunShape) -> bool:

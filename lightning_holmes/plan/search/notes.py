@@ -36,12 +36,16 @@ def describe_result(
         notes.append(_describe_microbatches(result, *Preference().microbatch_gain(cost_model.model.unit)))
     if options.schedule == "auto":
         notes.append(_describe_schedule(result, not_interleaved))
+    if result.sharding_note is not None:
+        notes.append(result.sharding_note)
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
     return tuple(notes) if result.memory_note is None else (*notes, result.memory_note)
 
 
 def _describe_partition(rule: str, cost_model: CostModel, best: Prediction) -> str:
     counts = ", ".join(map(str, best.partition.layer_counts))
+    if best.sharded_parameters:
+        cost_model = cost_model.with_sharded_parameters()
     loads = cost_model.balance(best.run, limit_memory=False).loads(best.partition.layer_counts)
     shown = ", ".join(f"{load:.3g}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
     note = f"partition: {counts} layers, {rule}: {shown} s a microbatch on the ranks"

@@ -51,6 +51,7 @@ class SearchResult:
         runners_up: from several layouts, where these are open.
         left_out: why candidates were not looked at or taken, and how many.
         memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
+        sharding_note: whether parameters live in shards, and why, where that was left to the search (sharding.py).
         fits_no_optimizer: the best plan does not fit even with one that keeps nothing; it is by hand.
         unrefined: the best plan before single layers were moved.
         tried: all that were simulated of its layout and fit, as they compare with it.
@@ -63,6 +64,7 @@ class SearchResult:
     unrefined: Prediction
     tried: tuple[Prediction, ...]
     memory_note: str | None = None
+    sharding_note: str | None = None
     fits_no_optimizer: bool = False
 
 

@@ -51,8 +51,9 @@ class Preference:
         kept = [p for p in kept or found if p.run.num_microbatches == count]
         fastest = min(p.step_s for p in kept)
 
-        def rank(entry: Prediction) -> tuple[int, int, bool]:
-            slower = math.floor((entry.step_s / fastest - 1) / self.nearly)
-            return slower, entry.run.num_chunks, spec_of(entry.run.schedule).is_eager != prefers_eager
+        def rank(entry: Prediction) -> tuple[int, int, bool, bool]:
+            slower, spec = math.floor((entry.step_s / fastest - 1) / self.nearly), spec_of(entry.run.schedule)
+            # of like ones a layered schedule comes last: it holds the activations of all microbatches
+            return slower, entry.run.num_chunks, spec.is_layered, spec.is_eager != prefers_eager
 
         return min(kept, key=rank)

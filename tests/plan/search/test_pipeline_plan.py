@@ -101,8 +101,12 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
     fast = plan_by_costs(options, costs(), LAYOUT)
-    assert fast.schedule == "interleaved_1f1b" and fast.num_chunks > 1
+    assert fast.schedule == "breadth_first" and fast.num_chunks == 6, (
+        "more stages than Megatron-LM's order is tried with"
+    )
     assert fast.partition.num_stages == 2 * fast.num_chunks
+    held = plan_by_costs(dataclasses.replace(options, num_chunks=3), costs(), LAYOUT)
+    assert held.schedule == "interleaved_1f1b", "as fast with as many stages, and it may hold fewer activations"
     slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.num_chunks == 1
     more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)

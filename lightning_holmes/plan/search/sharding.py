@@ -1,0 +1,88 @@
+"""Whether parameters live in shards, where that is left to us: the best plan with them held against the best one without.
+
+    result = search_with_sharding(cost_model, space, "auto")
+    result.best.sharded_parameters, result.sharding_note
+
+The costs are those of whole parameters. In shards goes what runs breadth-first: any other order would gather a stage for each
+microbatch, or keep it whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.schedule import spec_of
+from lightning_holmes.plan.search.candidates import LAYERED_SCHEDULES, SearchSpace
+from lightning_holmes.plan.search.planner import SearchResult, search
+from lightning_holmes.plan.search.preference import Preference
+from lightning_holmes.plan.self_adapting import NothingFitsError
+
+
+def search_with_sharding(
+    cost_model: CostModel, space: SearchSpace, asked: bool | Literal["auto"], *, why_not: str | None = None
+) -> SearchResult:
+    """The fastest plan that fits, with parameters in shards if ``asked`` says so. "auto": where nothing fits otherwise, or where
+    it saves as much by prediction as interleaving must.
+
+    Args:
+        why_not: why parameters cannot live in shards where it is left to us, in words.
+
+    Raises what :func:`search` raises.
+    """
+    if asked is False:
+        return search(cost_model, space)
+    sharded, layered = cost_model.with_sharded_parameters(), _layered(space)
+    if layered is None:
+        why_not = f"schedule={space.schedules[0]!r} would gather each stage for each microbatch"
+        if space.tensor and 1 not in space.tensor:
+            why_not = "parameters are sharded over replicas or over a tensor group, not both"
+    if asked is True:
+        if layered is None:
+            raise ConfigurationError(f"sharded_parameters=True: {why_not}; leave one of them out")
+        return search(sharded, layered)
+    if space.layout is not None and space.layout.data == 1:
+        why_not = "there is one replica"
+    elif why_not is None and cost_model.training.sharded_optimizer is False:
+        why_not = "sharded_optimizer is False"
+    if why_not is not None or layered is None:
+        return replace(search(cost_model, space), sharding_note=f"sharded_parameters: off, since {why_not}")
+    problem: NothingFitsError | None = None
+    whole = parts = None
+    try:
+        whole = search(cost_model, space)
+    except NothingFitsError as error:
+        problem = error
+    try:
+        parts = search(sharded, layered)
+    except ConfigurationError:
+        if whole is None:
+            raise
+    if whole is None:
+        assert parts is not None and problem is not None
+        return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {problem}")
+    if parts is None or parts.memory_note is not None:
+        return replace(whole, sharding_note="sharded_parameters: off, since no plan with them fits")
+    if whole.memory_note is not None:
+        return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {whole.memory_note}")
+    ratio, gain = parts.best.step_s / whole.best.step_s, Preference().interleaving_gain
+    takes = ratio < 1 - gain and parts.best.run.layout.data > 1
+    what = f"a step takes {ratio:.2f}x as long with them by prediction, and {1 - gain:.2f}x or less is asked for"
+    taken, other = (parts, whole) if takes else (whole, parts)
+    shown = (other.best, *taken.runners_up)[: max(1, space.runners_up)]
+    return replace(
+        taken,
+        runners_up=tuple(sorted(shown, key=lambda entry: entry.step_s)),
+        sharding_note=f"sharded_parameters: {'on' if takes else 'off'}, since {what}",
+    )
+
+
+def _layered(space: SearchSpace) -> SearchSpace | None:
+    """What the space leaves of schedules under which a stage is gathered twice a step; no tensor parallelism beside it."""
+    names = tuple(name for name in space.schedules if spec_of(name).is_layered)
+    if not names and len(space.schedules) > 1:
+        names = LAYERED_SCHEDULES
+    sizes = (1,) if 1 in space.tensor else ()
+    return replace(space, schedules=names, tensor=sizes) if names and sizes else None

@@ -1,0 +1,134 @@
+"""sharded_parameters="auto": in shards where nothing fits otherwise or a step is faster by prediction, and a line that says why."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs
+from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.search import SearchSpace, search, search_with_sharding
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import Training
+
+FOUR = Layout(pipeline=1, data=4, grid=((0, 1, 2, 3),))
+TWO_BY_TWO = Layout(pipeline=2, data=2, grid=((0, 1), (2, 3)))
+HUGE = 1e12
+
+
+def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, **training: Any) -> CostModel:
+    """Four hosts of one cluster, twelve layers of 1 MB and 3 s a sample."""
+    card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=bandwidth)
+    hosts = tuple(Host(name=f"h{index}", devices=1, nics=(card,)) for index in range(4))
+    layer = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e3, held_bytes=held)
+    training.setdefault("sharded_optimizer", "auto")
+    return CostModel(
+        ModelCost(unit="seconds", microbatch_samples=1, layers=(layer,) * 12),
+        Network(Topology(clusters=(Cluster(name="one", hosts=hosts),)), local_bytes_per_s=1e12),
+        devices=(
+            DeviceType(name="d", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0),
+        ),
+        training=Training(batch_samples=16, overlap_reduce=True, overlap_gather=True, **training),
+        host_speeds=(1.0,) * 4,
+    )
+
+
+def choose(model: CostModel, layout: Layout = FOUR, **asked: Any) -> PipelinePlan:
+    why_not = asked.pop("why_not_sharded", None)
+    options = dataclasses.replace(LEFT_OPEN, **asked)
+    return plan_by_costs(options, model, layout, sharded_parameters="auto", why_not_sharded=why_not)
+
+
+def note_of(plan: PipelinePlan) -> str:
+    (note,) = (note for note in plan.notes if note.startswith("sharded_parameters"))
+    return note
+
+
+@pytest.mark.parametrize(("layout", "share"), [(FOUR, 0.6), (TWO_BY_TWO, 0.75)], ids=("1x4", "2x2"))
+def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) -> None:
+    whole = 12e6 * 4 / layout.pipeline  # parameters, gradients and two states of a rank
+    space = SearchSpace(layout=layout, recomputation=(False,))
+    tight, none = costs(memory=whole * share), costs(memory=whole * 0.5)
+    assert search(tight, space).memory_note is not None, "only an optimizer that keeps nothing would fit"
+    with pytest.raises(NothingFitsError):
+        search(none, space)
+    for model in (tight, none):
+        plan = choose(model, layout)
+        assert plan.sharded_parameters and plan.schedule == "breadth_first" and plan.prediction is not None
+        assert plan.prediction.sharded_parameters
+        assert all(
+            mine <= most for mine, most in zip(plan.prediction.memory_bytes, model.memory_limits(layout), strict=True)
+        )
+        assert "on, since otherwise" in note_of(plan)
+
+
+def test_what_fits_and_is_as_fast_stays_whole() -> None:
+    plan = choose(costs())
+    assert not plan.sharded_parameters and "off, since a step takes 1.0" in note_of(plan)
+    assert plan.schedule == "1f1b"
+
+
+def test_in_shards_where_a_step_is_faster() -> None:
+    """Many microbatches asked for: gradients of whole parameters go out in the backward of the last one, those of stages in
+    shards in all of them; what layered order gives whole parameters is weighed, too."""
+    slow = costs(bandwidth=1e6, sharded_optimizer=True)
+    plan = choose(slow, num_microbatches=4, schedule="breadth_first")
+    assert plan.prediction is not None
+    whole = search(slow, SearchSpace(layout=FOUR, schedules=("breadth_first",), num_microbatches=(4,))).best
+    saved = plan.prediction.step_s / whole.step_s
+    assert plan.sharded_parameters == (saved < 0.95)
+    assert plan.schedule == "breadth_first" and f"{saved if saved < 1 else 1 / saved:.2f}"[:3] in note_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout", "words"),
+    [
+        ({"schedule": "1f1b"}, FOUR, "schedule='1f1b' would gather each stage for each microbatch"),
+        ({}, Layout(pipeline=4, grid=((0,), (1,), (2,), (3,))), "there is one replica"),
+        ({"why_not_sharded": "a hook reads"}, FOUR, "a hook reads"),
+    ],
+)
+def test_why_it_cannot_be_is_said(asked: dict[str, Any], layout: Layout, words: str) -> None:
+    plan = choose(costs(), layout, **asked)
+    assert not plan.sharded_parameters and note_of(plan) == f"sharded_parameters: off, since {words}"
+
+
+def test_a_whole_optimizer_that_is_asked_for_stays_whole() -> None:
+    plan = choose(costs(sharded_optimizer=False))
+    assert not plan.sharded_parameters and "sharded_optimizer is False" in note_of(plan)
+
+
+def test_asked_for_beside_another_order_is_refused_and_both_kinds_are_compared() -> None:
+    with pytest.raises(ConfigurationError, match="would gather each stage"):
+        search_with_sharding(costs(), SearchSpace(schedules=("1f1b",)), True)
+    found = search_with_sharding(costs(bandwidth=1e7), SearchSpace(), "auto")
+    kinds = {(entry.sharded_parameters, entry.run.schedule) for entry in (found.best, *found.runners_up)}
+    assert {sharded for sharded, _ in kinds} == {False, True}, kinds
+    assert found.sharding_note is not None
+
+
+def test_the_error_names_shards_where_they_make_it_fit() -> None:
+    model = costs(memory=12e6 * 1.05, sharded_optimizer="auto")
+    with pytest.raises(NothingFitsError, match="parameters in shards, sharded_parameters=True"):
+        search(model, SearchSpace(layout=FOUR, recomputation=(False,)))
+    tiny = costs(memory=3e6, sharded_optimizer="auto")
+    with pytest.raises(NothingFitsError) as refusal:
+        search(tiny, SearchSpace(layout=FOUR, recomputation=(False,)))
+    assert "parameters in shards" not in str(refusal.value)
+
+
+def test_layered_order_alone_hides_reductions_behind_all_microbatches() -> None:
+    """Whole parameters, four microbatches, one rank a pipeline: a stage's gradients are complete long before the last backward."""
+    model = costs(bandwidth=4e5, sharded_optimizer=False)
+    space = SearchSpace(layout=FOUR, num_microbatches=(4,), recomputation=(False,))
+    best = search(model, space).best
+    plain = search(model, dataclasses.replace(space, schedules=("1f1b",))).best
+    assert best.run.schedule == "breadth_first" and best.run.num_chunks == 12
+    assert best.step_s < 0.95 * plain.step_s
