@@ -241,6 +241,9 @@ class ShardedOptimizer:
                 for piece, tensor in self._tensors.items():
                     if piece.bucket != FROZEN:
                         self._flat(piece).copy_(tensor.detach().view(-1))
+        if not self._memory.is_whole:  # nobody sees them any more
+            for tensor in self._tensors.values():
+                tensor.grad = None
         self._memory.start()
 
     def _adopt_values(self) -> None:

@@ -95,6 +95,7 @@ class StageShards:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
         self.parts: list[Part] = []
+        self._by_elements = True
         self._pieces: list[Piece] = []
         self._places: dict[str, tuple[Part, int]] = {}
         self._queue, self._gather = queue, gather
@@ -110,10 +111,18 @@ class StageShards:
 
     # layout
 
-    def lay_out(self, *, by_elements: bool) -> list[Piece]:
-        """Cut the parameters, which are whole, and keep this replica's share of them; again it gives the same pieces."""
-        if self.parts:
+    def lay_out(self, *, by_elements: bool, bring: Callable[[Sequence[str]], None] | None = None) -> list[Piece]:
+        """Cut the parameters, and keep this replica's share of them; again it gives the same pieces, or cuts them anew.
+
+        Args:
+            bring: gives some of the parameters their values, part by part, so that never all of them are whole; None: they are.
+        """
+        if self.parts and by_elements == self._by_elements:
             return self._pieces
+        if self.parts:
+            bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
+        self._by_elements = by_elements
+        self._pieces, self.parts, self._places, self._of_stage = [], [], {}, {}
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         for name, parameter in self.parameters.items():
             stages = self._stages_of.get(name, ())
@@ -121,36 +130,58 @@ class StageShards:
             ranks = self._ranks_of.get(name, ())
             key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
             groups.setdefault(key, []).append(name)
-        pieces = self._pieces
-        for index, ((stage, ranks, *_), names) in enumerate(groups.items()):
-            sizes = tuple(self.parameters[name].numel() for name in names)
-            if by_elements:
-                total = -(-sum(sizes) // self.size) * self.size
-                found = cut_by_elements([Extent(names=tuple(names), sizes=sizes, numel=total)], self.size, first=index)
-                starts = tuple(itertools.accumulate((0, *sizes[:-1])))
-            else:
-                found, total = cut_whole(names, sizes, self.size, bucket=index)
-                places = {piece.name: piece.offset for piece in found}
-                starts = tuple(places[name] for name in names)
-            pieces += found
-            first = self.parameters[names[0]]
-            part = Part(
-                names=tuple(names),
-                shapes=tuple(self.parameters[name].shape for name in names),
-                starts=starts,
-                numel=total,
-                dtype=first.dtype,
-                device=first.device,
-                stage=stage,
-                ranks=ranks,
-                is_trained=first.requires_grad,
-                shard=torch.zeros(total // self.size, dtype=first.dtype, device=first.device),
-            )
-            self._add(part)
-            self._of_stage.setdefault(part.stage, []).append(part)
+        for (stage, ranks, *_), names in groups.items():
+            if bring is not None:
+                bring(names)
+            self._add(self._cut(names, stage, ranks))
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
         self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
-        return pieces
+        return self._pieces
+
+    def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Part:
+        """Lay these parameters side by side, the next part, and note its pieces."""
+        sizes = tuple(self.parameters[name].numel() for name in names)
+        index, first = len(self.parts), self.parameters[names[0]]
+        if self._by_elements:
+            total = -(-sum(sizes) // self.size) * self.size
+            found = cut_by_elements([Extent(names=tuple(names), sizes=sizes, numel=total)], self.size, first=index)
+            starts = tuple(itertools.accumulate((0, *sizes[:-1])))
+        else:
+            found, total = cut_whole(names, sizes, self.size, bucket=index)
+            places = {piece.name: piece.offset for piece in found}
+            starts = tuple(places[name] for name in names)
+        self._pieces += found
+        return Part(
+            names=tuple(names),
+            shapes=tuple(self.parameters[name].shape for name in names),
+            starts=starts,
+            numel=total,
+            dtype=first.dtype,
+            device=first.device,
+            stage=stage,
+            ranks=ranks,
+            is_trained=first.requires_grad,
+            shard=torch.zeros(total // self.size, dtype=first.dtype, device=first.device),
+        )
+
+    def _add(self, part: Part) -> None:
+        self.parts.append(part)
+        self._of_stage.setdefault(part.stage, []).append(part)
+        self._places |= {name: (part, start) for name, start in zip(part.names, part.starts, strict=True)}
+        self._keep(part)
+
+    def bring_into(self, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
+        """Give these parameters, of another copy of the module perhaps, the values that lie here, whole. All replicas call."""
+        self._bring_into(parameters, self.parts, names)
+
+    def _bring_into(
+        self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Part], names: Collection[str]
+    ) -> None:
+        for part in parts:
+            if not set(names).isdisjoint(part.names):
+                for name, view in self._whole(part).items():
+                    if name in names:
+                        dtensor.replace_local(parameters[name], view)
 
     def twin(self, parameters: Mapping[str, nn.Parameter]) -> "StageShards":
         """Other values of the same parameters, whole, such as their average: cut alike, each replica keeps its share on the device
@@ -174,11 +205,6 @@ class StageShards:
             shard = torch.zeros(part.numel // self.size, dtype=dtype, device=part.device)
             found._add(replace(part, dtype=dtype, shard=shard, gradient=None))
         return found
-
-    def _add(self, part: Part) -> None:
-        self.parts.append(part)
-        self._places |= {name: (part, start) for name, start in zip(part.names, part.starts, strict=True)}
-        self._keep(part)
 
     def own(self, name: str) -> Tensor:
         """This replica's part of a parameter, 1-D, perhaps nothing; a view of the shard."""
@@ -270,7 +296,9 @@ class StageShards:
         """Nothing: what is written to a parameter outside of a step is not kept; see :meth:`put`."""
 
     def start(self) -> None:
-        """Nothing: updated shares travel with the next fetch."""
+        """Updated shares travel with the next fetch; their gradients are not needed any more."""
+        for part in self.parts:
+            part.gradient = None
 
     def finish(self) -> None:
         """Nothing is under way between steps."""
@@ -296,20 +324,43 @@ class StageShards:
         self._start([part], buffers).wait()
         return part.views(buffers[0])
 
+    def hold(self, names: Collection[str]) -> list[Part]:
+        """Let the parts in which ``names`` lie be whole, in memory that whoever keeps a view of it keeps. All replicas call."""
+        parts = [part for part in self.parts if not set(names).isdisjoint(part.names)]
+        for part in parts:
+            self.bring_into(self.parameters, part.names)
+        return parts
+
+    def let_go(self, parts: Iterable[Part]) -> None:
+        """After :meth:`hold`: keep this replica's share of what somebody has written there."""
+        for part in parts:
+            self._keep(part)
+
     def put(self, write: Callable[[], None]) -> None:
         """Run ``write``, which writes to parameters, and keep what it wrote. All replicas must call."""
-        for part in self.parts:
-            for name, view in self._whole(part).items():
-                dtensor.replace_local(self.parameters[name], view)
+        self.bring_into(self.parameters, self.parameters)
         write()
         for part in self.parts:
             self._keep(part)
+
+    def put_by_part(self, write: Callable[[Collection[str]], None]) -> None:
+        """The same with some of the parameters at a time, whose names ``write`` is given, so that never all are whole."""
+        for part in self.parts:
+            held = self.hold(part.names)
+            write(part.names)
+            self.let_go(held)
+
+    def rest(self) -> None:
+        """After a run in which parameters stay in their shards: let go of all else, until :meth:`lay_out` of a next one."""
+        self._queue.close()
+        self._buffers = None
 
     def close(self) -> None:
         """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed."""
         for part in () if self._abandoned else self.parts:
             for name, view in self._whole(part).items():
                 dtensor.replace_local(self.parameters[name], view.clone())
+            part.shard = torch.zeros(0)
         self.parts.clear()
         self._places.clear()
         self._of_stage.clear()

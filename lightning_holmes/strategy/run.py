@@ -26,6 +26,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import active_loop
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import replay
@@ -256,6 +257,7 @@ class Run:
                 rank_of=lambda stage: self.plan.rank_of(stage),
                 groups=groups,
                 hidden=self._hidden_in_hooks,
+                shards=lambda: self.stage_shards,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
@@ -271,6 +273,11 @@ class Run:
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         """What no rank has whole between steps, for Tripwires."""
         return {}
+
+    @property
+    def stage_shards(self) -> StageShards | None:
+        """This rank's shares of the parameters, while they live in shards."""
+        return None
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, all is as the strategy's own work needs it, also where a hook of the user has called for it."""

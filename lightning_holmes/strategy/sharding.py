@@ -203,8 +203,7 @@ def gradient_readers(trainer: "pl.Trainer") -> list[str]:
 def hidden_in_hooks(shards: ShardedOptimizer | None, *, shards_parameters: bool) -> dict[str, str]:
     """What of parameters ("value", "grad") hooks of the user cannot see whole, and why, for Tripwires."""
     if shards_parameters:
-        why = "each replica holds a share of it between steps; use sharded_parameters=False"
-        return {"value": why, "grad": why}
+        return {"grad": "each replica holds a share of it; use sharded_parameters=False"}
     if shards is None or shards.whole_gradients:
         return {}
     return {

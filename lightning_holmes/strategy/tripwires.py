@@ -6,7 +6,9 @@ the rank that has it, the second one all that is left; after the hook other stag
 The optimizer's groups show all parameters meanwhile. So a norm, a ranking or a copy made in a hook is that of the whole
 module. What a hook changes, it changes on the rank whose stage it is.
 
-Bringing takes all ranks of a pipeline, and a hook may read on one of them only (``if trainer.is_global_zero``). So in
+Of parameters in shards an operation brings the parts that it reads, and lets go of those of the operation before.
+
+Bringing takes all ranks of a pipeline, or all ranks where there are shards, and a hook may read on one of them only (``if trainer.is_global_zero``). So in
 rounds each rank says what it wants, and what anyone wants is brought to all; at the end of a hook, and before it
 calls a collective of the strategy, a rank goes on taking part until nobody wants anything.
 
@@ -38,6 +40,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.param_gather import READS_NO_VALUE
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -52,6 +55,7 @@ _WATCHED = {
     *(*GRADIENT_HOOKS, "lr_scheduler_step", "optimizer_zero_grad"),
 } - set(_UNWATCHED)
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_WRITE_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
     *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")),
     *(getattr(Tensor, f"new_{name}") for name in ("empty", "full", "ones", "zeros")),
@@ -67,7 +71,7 @@ class _Hook:
     """A hook that runs, by its ``name`` for messages.
 
     Attributes:
-        hidden: as for Tripwires.
+        hidden, shards: as for Tripwires, at this moment.
         is_split: other stages have parameters that this rank has not.
         meets: all ranks of the pipeline run it.
         brought: the values and gradients that every rank has by now.
@@ -75,10 +79,18 @@ class _Hook:
     """
 
     def __init__(
-        self, name: str, *, hidden: Mapping[str, str], is_split: bool, meets: bool, shows_groups: bool
+        self,
+        name: str,
+        *,
+        hidden: Mapping[str, str],
+        shards: StageShards | None,
+        is_split: bool,
+        meets: bool,
+        shows_groups: bool,
     ) -> None:
         self.name = name
         self.hidden = hidden
+        self.shards = shards
         self.is_split = is_split
         self.meets = meets
         self.shows_groups = shows_groups
@@ -96,10 +108,12 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _READ_NOTHING:
+        if func not in _READ_NOTHING or func == _WRITE_GRAD:
             names = [self._names[id(t)] for t in _tensors((*args, *kwargs.values())) if id(t) in self._names]
-            if names and func != _READ_GRAD:
+            if names and func not in (_READ_GRAD, _WRITE_GRAD):
                 self._tell("value", names)
+            elif names and func == _WRITE_GRAD and _caller() != "zero_grad":
+                self._tell("written grad", names)
             elif names and _caller() != "zero_grad":  # which looks only whether there is one
                 self._tell("grad", names)
         return func(*args, **kwargs)
@@ -129,6 +143,7 @@ class Tripwires(Replacements):
         rank_of: the pipeline rank of a stage.
         groups: those of a fit's optimizers.
         hidden: gives for "value" and "grad", where no rank has it whole at this moment: why, and what to do.
+        shards: where this rank's parameters live at this moment, if that is in shards.
     """
 
     def __init__(
@@ -140,6 +155,7 @@ class Tripwires(Replacements):
         rank_of: Callable[[int], int],
         groups: ParameterGroups | None = None,
         hidden: Callable[[], Mapping[str, str]] = dict,
+        shards: Callable[[], StageShards | None] = lambda: None,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -148,6 +164,7 @@ class Tripwires(Replacements):
         self._rank_of = rank_of
         self._groups = groups
         self._hidden = hidden
+        self._shards = shards
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
@@ -199,17 +216,18 @@ class Tripwires(Replacements):
     @contextmanager
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
         outer = self._hook
-        hidden, several = self._hidden(), self._job.placement.pipeline_parallel_size > 1
+        hidden, shards, several = self._hidden(), self._shards(), self._job.placement.pipeline_parallel_size > 1
         is_split = several and self._pipeline.num_stages > 1  # not before the first batch, which makes the plan
         nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
-        if nested or not (is_split or hidden):
+        if nested or not (is_split or hidden or shards is not None):
             yield
             return
         self._hook = hook = _Hook(
             f"{type(owner).__name__}.{name}",
             hidden=hidden,
+            shards=shards,
             is_split=is_split,
-            meets=meets and is_split and not self._job.connection.failed,
+            meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
             shows_groups=not isinstance(owner, BaseFinetuning),  # whose groups compat/finetuning.py shows, and keeps
         )
         try:
@@ -257,16 +275,24 @@ class Tripwires(Replacements):
         """An operation would read these parameters, or their gradients."""
         hook = self._hook
         assert hook is not None
+        verb, kind = ("writes", "grad") if kind == "written grad" else ("reads", kind)
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
         if kind in hook.hidden:
-            raise UnsupportedModuleError(f"{hook.name} reads {what}, but {hook.hidden[kind]}")
-        lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if hook.is_split else []
+            raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {hook.hidden[kind]}")
+        if verb == "writes":  # what is written stays on the rank that writes it
+            return
+        is_apart = hook.is_split or hook.shards is not None
+        lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if is_apart else []
         if not lacking:
             return
         if not hook.meets:
             raise UnsupportedModuleError(
-                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages, but not all of them have this hook: add the callback on every rank"
+                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, but not "
+                f"all of them have this hook: add the callback on every rank"
             )
+        if hook.shards is not None:
+            self._round(hook, {(kind, name) for name in names})
+            return
         more = len(lacking) > 1 or any(brought == kind for brought, _ in hook.brought)
         if more:
             self._tell_cost(hook, kind)
@@ -291,8 +317,10 @@ class Tripwires(Replacements):
             pass
 
     def _round(self, hook: _Hook, wishes: set[Wish]) -> set[Wish]:
-        """Bring what any rank wants; what that was. All ranks of the pipeline call."""
+        """Bring what any rank wants; what that was. All ranks of the pipeline call, or all ranks where there are shards."""
         with self._job.explaining():
+            if hook.shards is not None:
+                return self._bring_parts(hook, hook.shards, wishes)
             everyone = self._exchange(TOPIC_WISHES, sorted(wishes))
             wanted = {(kind, name) for of_rank in everyone for kind, name in of_rank}
             for kind, bring in (("value", self._bring_values), ("grad", self._bring_gradients)):
@@ -305,6 +333,25 @@ class Tripwires(Replacements):
                 hook.brought |= {(kind, name) for name in names}
             hook.brought |= wanted
             return wanted
+
+    def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
+        """Let the parts that any rank wants be whole on all, and those of the round before go."""
+        everyone: list[Any] = [None] * self._job.connection.world_size
+        dist.all_gather_object(everyone, sorted(wishes), group=self._job.groups.everyone_on_host)
+        wanted: set[Wish] = set().union(*everyone)
+        if not wanted:
+            return wanted
+        self._brought.close()
+        with torch.inference_mode(False), torch.no_grad():
+            parts = shards.hold({name for _, name in wanted})
+            self._brought.callback(shards.let_go, parts)
+            names = {name for _, name in wanted}.union(*(part.names for part in parts))
+            if hook.is_split:
+                everyone = self._exchange(TOPIC_WISHES, sorted(names))
+                names = names.union(*everyone)
+                self._bring_values([name for name in self._pipeline.parameters if name in names])
+        hook.brought = {("value", name) for name in names}
+        return wanted
 
     def _exchange(self, topic: int, mine: Any) -> list[Any]:
         """What each rank of the pipeline gives, this one's among them."""

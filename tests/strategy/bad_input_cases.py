@@ -105,11 +105,6 @@ class Reads(pl.Callback):
         self.seen = [p.grad for p in pl_module.parameters()]
 
 
-class Sums(pl.Callback):
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.norm = sum(float(p.norm()) for p in pl_module.parameters())
-
-
 class Grows(pl.Callback):
     """Gives the optimizer a layer that the module has not had before."""
 
@@ -244,8 +239,8 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("BuiltWithoutMemory", "no attribute 'losses'", "configure_model", "setup()"),
     ),
     "parameters in shards": (
-        lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Sums()]}),
-        ("Sums.on_train_epoch_end reads", "sharded_parameters=False"),
+        lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Reads()]}),
+        ("Reads.on_train_batch_end reads the gradient of stem.weight", "sharded_parameters=False"),
     ),
     "a layer that comes late": (
         lambda s: _fit(s, pipeline_parallel_size=1, trainer={"callbacks": [Grows()]}),

@@ -6,7 +6,8 @@ Everything is compared with plain Lightning in one process on the same samples; 
 import contextlib
 import types
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def run_all(name: str) -> dict[str, Any]:
             module, trainer = build(), make_trainer(folder, 2, **layout)
             trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
             found[f"{source} to {name_of}"] = state_of(module)
+    found["watched"] = run_watched(folder, **LAYERED)
     for why, change in REFUSED.items():
         module, trainer = build(), make_trainer(folder, **LAYERED)
         try:
@@ -181,6 +183,15 @@ def preferring_shards() -> Iterator[None]:
     """As if a step in shards were always predicted to be faster by enough."""
     with unittest.mock.patch.object(sharding, "Preference", lambda: types.SimpleNamespace(interleaving_gain=-100.0)):
         yield
+
+
+def run_watched(folder: Path, **strategy: Any) -> dict[str, Any]:
+    """Two epochs beside a callback that reads, writes and samples between steps."""
+    module, trainer, watching = build(), make_trainer(folder, 2, **strategy), Watching()
+    trainer.callbacks.append(watching)  # type: ignore[attr-defined]
+    trainer.fit(module, datamodule=Data())
+    seen = {"norms": watching.norms, "sampled": watching.sampled, "whole": watching.most_whole}
+    return seen | {"state": state_of(module)}
 
 
 class Saver(pl.Callback):
@@ -220,22 +231,50 @@ def _thaw(module: pl.LightningModule, trainer: Trainer) -> None:
     trainer.callbacks.append(Thaw())  # type: ignore[attr-defined]
 
 
-def _read(attribute: str) -> Any:
+def _use_gradient(use: Callable[[Tensor], Any]) -> Any:
     def add(module: pl.LightningModule, trainer: Trainer) -> None:
-        class Read(pl.Callback):
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-                weight = pl_module.layers[0].up.weight
-                weight.norm() if attribute == "value" else weight.grad
+        class Use(pl.Callback):
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                use(pl_module.layers[0].up.weight)
 
-        trainer.callbacks.append(Read())  # type: ignore[attr-defined]
+        trainer.callbacks.append(Use())  # type: ignore[attr-defined]
 
     return add
+
+
+class Watching(pl.Callback):
+    """Reads weights on all ranks and on one, changes them, and samples from the module; notes how much is whole at a time."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.sampled: list[Tensor] = []
+        self.most_whole = 0
+
+    def _look(self, module: nn.Module) -> None:
+        def count() -> int:
+            return sum(p.untyped_storage().nbytes() >= 4 * p.numel() for p in module.layers.parameters())
+
+        with ThreadPoolExecutor(1) as unwatched:  # torch's function modes are a thread's own: looking brings nothing
+            self.most_whole = max(self.most_whole, unwatched.submit(count).result())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for layer in pl_module.layers:
+            self.norms.append(float(layer.down.weight.detach().norm()))
+            self._look(pl_module)
+        with torch.no_grad():
+            pl_module.layers[1].up.weight.clamp_(-0.2, 0.2)
+            pl_module.embedding.weight.data.mul_(0.99)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:  # the others take part without knowing
+            self.sampled.append(pl_module(torch.arange(5)[None]).detach().clone())
+            self._look(pl_module)
 
 
 REFUSED = {
     "an average by norms": _average,
     "an average that is watched": _watch,
     "thawed in mid-run": _thaw,
-    "a weight is read": _read("value"),
-    "a gradient is read": _read("grad"),
+    "a gradient is read": _use_gradient(lambda weight: weight.grad),
+    "a gradient is written": _use_gradient(lambda weight: setattr(weight, "grad", None)),
 }

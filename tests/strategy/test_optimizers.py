@@ -17,7 +17,7 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b"
 """The schedule is said where there are replicas: no batch is spent on choosing one."""
 SHARDED = [name for name in CASES if name != "finetuning"]  # which is refused
 
-IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm", "torchs_average")]  # which are refused
+IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm")]  # which are refused
 
 
 @pytest.fixture(scope="module")

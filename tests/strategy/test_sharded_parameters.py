@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
-from sharded_parameter_cases import OPTIMIZERS, REFUSED, Data, build, make_trainer, run_all, state_of
+from sharded_parameter_cases import OPTIMIZERS, REFUSED, Data, build, make_trainer, run_all, run_watched, state_of
 
 from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.checkpoint.manifest import Manifest
@@ -77,6 +77,17 @@ def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
     assert torch.equal(texts, plain["predict"])
 
 
+def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    expected = run_watched(plain["folder"])
+    for rank in ranks:
+        found = rank["watched"]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert_same(found["state"], expected["state"])
+        assert found["whole"] == 4, "those of one layer"
+    assert ranks[1]["watched"]["sampled"] == []
+    torch.testing.assert_close(ranks[0]["watched"]["sampled"], expected["sampled"], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("layout", ["layered", "replicated"])
 def test_a_checkpoint_is_resumed_in_and_out_of_shards(
@@ -109,11 +120,11 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
         ("an average by norms", "the average of WeightAveraging treats elements of a parameter unlike"),
         ("an average that is watched", "Watched.on_train_batch_end is not Lightning's, and may read whole parameters"),
         ("thawed in mid-run", "scale is trained from now on, but was frozen when its shards were laid out"),
-        ("a weight is read", "Read.on_train_batch_end reads layers.0.up.weight, but each replica holds a share"),
         (
             "a gradient is read",
-            "Read.on_train_batch_end reads the gradient of layers.0.up.weight, but each replica holds",
+            "Use.on_after_backward reads the gradient of layers.0.up.weight, but each replica holds",
         ),
+        ("a gradient is written", "Use.on_after_backward writes the gradient of layers.0.up.weight, but each replica"),
     ],
 )
 def test_what_needs_whole_parameters_is_refused(why: str, reason: str, ranks: list[dict[str, Any]]) -> None:
