@@ -112,22 +112,6 @@ def config_value(cli: Any, config: Any, key: str) -> Any:
 # loops and their loaders
 
 
-def combined_loader(loop: Any) -> Any:
-    """The CombinedLoader of a loop that has set up its data, else None."""
-    return loop._combined_loader
-
-
-def begin_epoch_data(loop: Any) -> None:
-    """Begin a pass over a fit loop's loaders, as Lightning does at the end of its set-up: draws the epoch's seeds."""
-    iter(loop._data_fetcher)
-
-
-def forget_data(loop: Any) -> None:
-    """Let a fit loop set up its data anew."""
-    loop._combined_loader = None
-    loop._data_fetcher = None
-
-
 def restore_loaders(loop: Any) -> None:
     """Give a fit loop's stateful loaders the states of a checkpoint, and begin their pass, if it resumes from some."""
     loader = loop._combined_loader
@@ -136,7 +120,7 @@ def restore_loaders(loop: Any) -> None:
     for each in loader.flattened:
         _set_sampler_epoch(each, loop.epoch_progress.current.processed)
     loop._load_combined_loader_states()
-    begin_epoch_data(loop)
+    iter(loop._data_fetcher)
 
 
 def wrapped_sampler(sampler: Any) -> Any:
@@ -169,11 +153,6 @@ def set_trainer(module: "pl.LightningModule", trainer: Any) -> None:
 def set_device_mesh(module: "pl.LightningModule", mesh: Any) -> None:
     """Give a module what its ``device_mesh`` shows, as ModelParallelStrategy does."""
     module._device_mesh = mesh
-
-
-def before_batch_transfer(module: "pl.LightningModule", batch: Any) -> Any:
-    """A batch after the ``on_before_batch_transfer`` of the module, or of its data module."""
-    return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
 def is_compiled_module(module: "pl.LightningModule") -> bool:

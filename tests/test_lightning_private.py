@@ -239,23 +239,6 @@ def test_a_training_step_is_given_what_it_takes(tmp_path: Path) -> None:
     assert given == [(0,), (1,), (), ()]
 
 
-def test_a_fit_loops_data_is_set_up_forgotten_and_set_up_again(tmp_path: Path) -> None:
-    class Looks(BoringModel):
-        def on_fit_start(self) -> None:
-            loop = self.trainer.fit_loop
-            assert private.combined_loader(loop) is None
-            loop.setup_data()
-            first = private.combined_loader(loop)
-            assert [type(loader) for loader in first.flattened] == [Counted] and first.limits is not None
-            private.begin_epoch_data(loop)
-            private.forget_data(loop)
-            assert private.combined_loader(loop) is None
-            loop.setup_data()
-            assert private.combined_loader(loop) is not first
-
-    trainer_for(tmp_path).fit(Looks(), Counted(RandomDataset(32, 4)))
-
-
 def test_stateful_loaders_are_given_the_states_of_a_checkpoint(tmp_path: Path) -> None:
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -305,17 +288,6 @@ def test_a_module_knows_its_trainer_and_mesh(tmp_path: Path) -> None:
     private.set_device_mesh(module, mesh := object())
     assert module.device_mesh is mesh
     assert "_device_mesh" in inspect.getsource(ModelParallelStrategy.setup_environment)
-
-
-def test_batches_pass_the_modules_hook_before_they_are_sent_to_a_device(tmp_path: Path) -> None:
-    class Doubles(BoringModel):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return batch * 2
-
-        def on_train_start(self) -> None:
-            assert float(private.before_batch_transfer(self, torch.ones(1))) == 2.0
-
-    trainer_for(tmp_path).fit(Doubles())
 
 
 def test_compiled_modules_are_known_when_a_trainer_has_them() -> None:

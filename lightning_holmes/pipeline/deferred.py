@@ -7,6 +7,7 @@ tensor is built is tape.py's; what a stage holds is for stage.py to say.
     with deferred.building():
         module.configure_model()                       # no memory
     deferred.adopt(module)
+    deferred.hold_places()                              # parameters without values, in objects that stay
     with deferred.stand_ins(): trace_step(module, ...)  # parameters of the right shapes in little memory
     deferred.materialise({"layers.0.weight"}, read=None)
 """
@@ -49,6 +50,7 @@ class DeferredModule:
         self.device = device
         self.module: nn.Module | None = None
         self._tape = Tape(seed, device)
+        self._places: dict[str, tuple[Tensor, nn.Parameter]] = {}  # fake parameters, and what has taken their place
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -106,24 +108,15 @@ class DeferredModule:
     def _is_written(self, tensor: Tensor) -> bool:
         return not is_fake(tensor) or self._tape.is_written(tensor)
 
-    def unset(self, names: set[str]) -> list[str]:
-        """The fake parameters among ``names`` and all fake buffers that nothing gives a value."""
-        assert self.module is not None
-        parameters = {n for n, _ in self.module.named_parameters()}
-        return [
-            n for n, t in _named_tensors(self.module) if (n not in parameters or n in names) and not self._is_written(t)
-        ]
-
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, fake parameters are real ones of the same shape, type and names. Large ones are zeros that take no
-        memory."""
+        """Inside, parameters that were fake are real ones of the same shape, type and names. Large ones are zeros that take
+        no memory."""
         module = self.module
         assert module is not None
-        replaced = []
-        for _, tensor in _named_tensors(module):
-            if is_fake(tensor):
-                replaced.append((tensor, _like(self._stand_in(tensor), tensor)))
+        fake = [(tensor, tensor) for _, tensor in _named_tensors(module) if is_fake(tensor)]
+        fake += [(tensor, place) for tensor, place in self._places.values()]
+        replaced = [(present, _like(self._stand_in(tensor), present)) for tensor, present in fake]
         _replace(module, replaced)
         try:
             yield
@@ -136,14 +129,39 @@ class DeferredModule:
         if small and self._is_written(tensor):
             return self._tape.realise(tensor)
         tensor = dtensor.local_part(tensor)
-        device = self.device if tensor.device.type == "meta" else tensor.device
-        if device.type != "cpu":
-            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        if self._place(tensor).type != "cpu":
+            return torch.zeros((), dtype=tensor.dtype, device=self._place(tensor)).expand(tensor.shape)
         # memory that is only read stays the kernel's page of zeros; a stride of 0 would be copied by every product
         pages = mmap.mmap(
             -1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+
+    def hold_places(
+        self, read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None, *, overwritten: bool = False
+    ) -> None:
+        """Build all buffers, and let each fake parameter be a placeholder: an object that stays, whose values
+        :meth:`materialise` brings. Arguments and errors as there."""
+        module = self.module
+        assert module is not None
+        buffers = {name: buffer for name, buffer in module.named_buffers() if is_fake(buffer)}
+        built: list[tuple[Tensor, Tensor]] = [
+            (buffers[name], _like(real, buffers[name])) for name, real in self._built(buffers, read, overwritten)
+        ]
+        for name, tensor in module.named_parameters():
+            if is_fake(tensor):
+                part = dtensor.local_part(tensor)
+                like = torch.empty((), dtype=tensor.dtype, device=self._place(tensor)).expand(part.shape)
+                made = _like(placeholder(like), tensor)
+                assert isinstance(made, nn.Parameter)
+                self._places[name] = tensor, made
+                built.append((tensor, made))
+        _replace(module, built)
+
+    @property
+    def places(self) -> frozenset[str]:
+        """The parameters that placeholders have taken the place of, also where they have values by now."""
+        return frozenset(self._places)
 
     def materialise(
         self,
@@ -152,7 +170,7 @@ class DeferredModule:
         *,
         overwritten: bool = False,
     ) -> None:
-        """Build the parameters ``names`` and all buffers; other fake parameters become placeholders.
+        """Give the parameters ``names`` their values, and all buffers; other fake parameters are placeholders.
 
         Args:
             read: gives values for some of the names it is asked for, say from a file.
@@ -161,31 +179,34 @@ class DeferredModule:
         Raises:
             UnsupportedModuleError: nothing initialises a tensor; names them.
         """
-        module = self.module
-        assert module is not None
-        fake = [(n, t) for n, t in _named_tensors(module) if is_fake(t)]
-        parameters = {n for n, t in fake if isinstance(t, nn.Parameter)}
-        given = dict(read([n for n, _ in fake if n in names or n not in parameters])) if read is not None else {}
-        unset = [name for name in self.unset(names) if name not in given]
+        self.hold_places(read, overwritten=overwritten)
+        wanted = {name: tensor for name, (tensor, _) in self._places.items() if name in names}
+        for name, real in self._built(wanted, read, overwritten):
+            dtensor.replace_local(self._places[name][1], real)
+
+    def _built(
+        self,
+        fake: Mapping[str, Tensor],
+        read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None,
+        overwritten: bool,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The real tensor of each fake one, of a sharded one this rank's part."""
+        given = dict(read(list(fake))) if read is not None and fake else {}
+        unset = [name for name, tensor in fake.items() if name not in given and not self._is_written(tensor)]
         if unset and not overwritten:
             more = f" and {len(unset) - _SHOWN} more" if len(unset) > _SHOWN else ""
             raise UnsupportedModuleError(
-                f"{type(module).__name__} was built without memory, and nothing gives {', '.join(unset[:_SHOWN])}{more} a "
+                f"{type(self.module).__name__} was built without memory, and nothing gives {', '.join(unset[:_SHOWN])}{more} a "
                 f"value: initialise it where it is made, or give its module reset_parameters() or _init_weights(module)"
             )
-        built = []
-        for name, tensor in fake:
-            device = self.device if tensor.device.type == "meta" else tensor.device
-            part = dtensor.local_part(tensor)
-            if name in parameters and name not in names:
-                real = placeholder(torch.empty((), dtype=tensor.dtype, device=device).expand(part.shape))
-            elif name in given:
+        for name, tensor in fake.items():
+            if name in given:
                 value = given.pop(name)
                 if value.shape != tensor.shape:
                     raise UnsupportedModuleError(
                         f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}"
                     )
-                real = dtensor.local_part(dtensor.share_of(value, tensor)).to(device, tensor.dtype)
+                real = dtensor.local_part(dtensor.share_of(value, tensor)).to(self._place(tensor), tensor.dtype)
             elif self._is_written(tensor):
                 real = self._tape.realise(tensor)
                 if dtensor.is_split(tensor):  # it may be a view of the whole
@@ -193,9 +214,12 @@ class DeferredModule:
                     if tensor.numel() * tensor.element_size() >= _LARGE:
                         _give_back_freed_memory()
             else:
-                real = torch.zeros(part.shape, dtype=tensor.dtype, device=device)
-            built.append((tensor, _like(real, tensor)))
-        _replace(module, built)
+                real = torch.zeros(dtensor.local_part(tensor).shape, dtype=tensor.dtype, device=self._place(tensor))
+            yield name, real
+
+    def _place(self, tensor: Tensor) -> torch.device:
+        """Where a tensor shall live."""
+        return self.device if tensor.device.type == "meta" else tensor.device
 
 
 def _give_back_freed_memory() -> None:

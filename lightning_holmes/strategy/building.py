@@ -4,19 +4,28 @@ Decides when a module is built so, and keeps what a rank holds from one run to t
 :mod:`lightning_holmes.pipeline.deferred`'s.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.deferred import DeferredModule, has_fake_tensors
 from lightning_holmes.pipeline.stage import PipelineModule
 
 _HELD = "_holmes_held_parameters"  # on a module built without memory, after a run: the parameters that this rank has
+_UNFILLED = "_holmes_unfilled"  # on one whose run came to no batch: its DeferredModule
+
+WAITS = (
+    "configure_model built it without memory, and which values a rank shall hold is known from the first batch on: do it "
+    "in on_before_zero_grad of that batch or later, or build the module in __init__"
+)
+"""Why a parameter has no values yet, and what to do."""
 
 
 class ModuleBuilder:
@@ -31,6 +40,8 @@ class ModuleBuilder:
         self._device = device
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
+        self.waits = False
+        """The module's parameters have no values yet."""
 
     @contextmanager
     def configuring(
@@ -59,7 +70,10 @@ class ModuleBuilder:
 
     def adopt(self, module: "pl.LightningModule") -> None:
         """Take over parameters without values: of ``configure_model``, on the meta device, or left out by a run before."""
-        held = vars(module).get(_HELD)
+        held, unfilled = vars(module).get(_HELD), vars(module).pop(_UNFILLED, None)
+        if self._deferred is None and unfilled is not None:
+            self._deferred = unfilled
+            return
         if held is not None or (self._deferred is None and has_fake_tensors(module)):
             self._deferred = DeferredModule(self._seed(), self._device)
         if self._deferred is not None:
@@ -70,9 +84,28 @@ class ModuleBuilder:
             self._deferred.forget({n for n, _ in module.named_parameters()})
 
     @property
+    def waiting(self) -> frozenset[str]:
+        """The names of the parameters that have no values yet."""
+        return self._deferred.places if self._deferred is not None and self.waits else frozenset()
+
+    @property
     def defers(self) -> bool:
-        """Whether the module was built without memory."""
+        """Whether the module was built without memory, and ranks hold parts of it."""
         return self._deferred is not None
+
+    def begin(self, pipeline: PipelineModule, *, is_pipeline: bool, overwritten: bool) -> None:
+        """Without a pipeline, have the whole module: each rank will hold all of it. Else let its parameters be placeholders until
+        :meth:`fill`. Arguments and errors as there."""
+        if self._deferred is None:
+            return
+        if is_pipeline:
+            self._deferred.hold_places(getattr(pipeline.module, "read_weights", None), overwritten=overwritten)
+            self.waits = True
+        else:
+            kept = self.fill(pipeline, overwritten=overwritten)
+            if kept is not None and pipeline.local_parameters - kept:
+                raise ConfigurationError(_lost(min(pipeline.local_parameters - kept), "this rank"))
+            self._deferred = None
 
     def building(self) -> AbstractContextManager[None]:
         """Inside: what is made of the module's tensors has no memory either."""
@@ -82,34 +115,78 @@ class ModuleBuilder:
         """Inside: the module can be run on this rank, on stand-ins for its values."""
         return nullcontext() if self._deferred is None else self._deferred.stand_ins()
 
-    def fill(self, pipeline: PipelineModule, *, rank: int, overwritten: bool) -> None:
+    def fill(self, pipeline: PipelineModule, *, overwritten: bool) -> set[str] | None:
         """Give memory and values to what this rank's stages need.
 
         Args:
             overwritten: a checkpoint will be read into them.
 
-        Raises:
-            ConfigurationError: the run before left a part that this rank needs on another.
+        Returns:
+            For a module of which a run before has left each rank its part: the names of the parameters that this rank has now;
+            what else its stages need is to be brought. Else None.
         """
         if self._deferred is None:
-            return
+            return None
+        self.waits = False
         local = pipeline.local_parameters
-        read = getattr(pipeline.module, "read_weights", None)
-        if vars(pipeline.module).pop(_HELD, None) is not None:
-            kept, self._kept = self._kept, {}
-            lacking = sorted(local - set(kept))
-            if lacking and not overwritten:
-                raise ConfigurationError(
-                    f"rank {rank} needs {lacking[0]}, which it did not hold in the run before, and a module built without "
-                    f"memory is not brought together at its end: run with the same layout, or give the run's checkpoint as "
-                    f"ckpt_path"
-                )
-            read = lambda names: {n: kept[n].detach() for n in names if n in kept}  # noqa: E731
-        self._deferred.materialise(local, read, overwritten=overwritten)
+        if vars(pipeline.module).pop(_HELD, None) is None:
+            self._deferred.materialise(local, getattr(pipeline.module, "read_weights", None), overwritten=overwritten)
+            return None
+        kept, self._kept = self._kept, {}
+        if overwritten:
+            self._deferred.materialise(local, overwritten=True)
+            return None
+        self._deferred.materialise(set(kept), lambda names: {n: kept[n].detach() for n in names if n in kept})
+        return set(kept)
 
     def leave(self, pipeline: PipelineModule) -> bool:
         """After a run: note on the module what this rank holds of it; False if each rank may have it whole."""
-        if self._deferred is None or pipeline.structure is None:
+        if self._deferred is None:
             return False
-        vars(pipeline.module)[_HELD] = frozenset(pipeline.local_parameters)
+        if not self.waits:
+            vars(pipeline.module)[_HELD] = frozenset(pipeline.local_parameters)
+        elif self._kept:  # there was no batch: as the run before left it
+            for name, parameter in pipeline.parameters.items():
+                if name in self._kept:
+                    dtensor.replace_local(parameter, dtensor.local_part(self._kept[name]).detach())
+        else:
+            vars(pipeline.module)[_UNFILLED] = self._deferred
         return True
+
+
+def _lost(name: str, who: str) -> str:
+    return (
+        f"{name} was not held by {who} in the run before, and a module built without memory is not brought together at its end: "
+        f"run with the same layout, or give the run's checkpoint as ckpt_path"
+    )
+
+
+def move_parameters(
+    pipeline: PipelineModule,
+    before: Sequence[set[str]],
+    after: Sequence[set[str]],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> None:
+    """Bring each rank of the pipeline what another layout lets it hold. All of them must call.
+
+    Args:
+        before: the names that each rank of the pipeline has; ``after``: those that it shall have.
+        ranks: the global ranks of the pipeline; ``rank``: this one's.
+
+    Raises:
+        ConfigurationError: no rank has a parameter.
+    """
+    mine = ranks.index(rank)
+    for name, parameter in pipeline.parameters.items():
+        if not any(name in new - old for old, new in zip(before, after, strict=True)):
+            continue
+        source = next((index for index, names in enumerate(before) if name in names), None)
+        if source is None:
+            raise ConfigurationError(_lost(name, f"any rank of this pipeline {list(ranks)}"))
+        part = dtensor.local_part(parameter).detach()
+        data = part.contiguous() if mine == source else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        dist.broadcast(data, ranks[source], group=group)
+        if name in after[mine] - before[mine]:
+            dtensor.replace_local(parameter, data)

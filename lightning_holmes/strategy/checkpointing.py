@@ -19,16 +19,17 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import restore_loaders
 from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
@@ -80,11 +81,20 @@ class RunCheckpoints:
         """A callback saves because of an exception (save_on_exception), but other ranks do not answer any more."""
         return self.job.connection.failed and self.job.connection.world_size > 1
 
+    @property
+    def _is_interrupted(self) -> bool:
+        """A callback saves because of an exception."""
+        return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+
     # what a checkpoint holds
 
     def module_state(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
         run = self._open_run or (self.fit if self._writes_folders else None)
+        if run is not None and run.context.builder.waits:
+            if self._is_interrupted:
+                return {}
+            raise UnsupportedModuleError(f"{type(self.module).__name__} cannot be saved yet: {WAITS}")
         if run is None:
             if self._writes_folders and self.job.connection.rank != 0:
                 return {}
@@ -188,6 +198,9 @@ class RunCheckpoints:
             warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
             return
         run = self.fit or self.run
+        if run is not None and run.is_open and run.context.builder.waits:
+            warnings.warn(f"{path} is not saved: the run has ended before its first batch, and {WAITS}")
+            return
         if "loops" in checkpoint:
             self.manager.add_what_resuming_needs(
                 member,
@@ -271,8 +284,8 @@ class RunCheckpoints:
         self.resumption.hold_optimizers(optimizers, saved["optimizer_states"])
         if fit.planned is not None:
             self.resumption.put_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
-        # Lightning does it when it makes the loaders, but wherever ``estimated_stepping_batches`` is asked for, or a module
-        # has no memory yet, they were made, and their first pass begun, before it knew the states
+        # Lightning does it when it makes the loaders, but wherever ``estimated_stepping_batches`` is asked for they were made,
+        # and their first pass begun, before it knew the states
         restore_loaders(fit.trainer.fit_loop)
 
 

@@ -40,6 +40,7 @@ from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.split_trial import SplitTrial
+from lightning_holmes.strategy.tripwires import refusing_reads
 from lightning_holmes.torch_private import default_store
 
 _T = TypeVar("_T")
@@ -70,14 +71,14 @@ class Fit(Run):
         self._make_optimizers()
         self._averages: WeightAverages | None = None
         self._show_whole_module_to_callbacks(self.job.groups.pipeline)
-        if self.planned is not None:
-            self._take_part()
         self._begin(self.parameter_groups)
 
     def _make_optimizers(self) -> None:
         """The user's optimizers, over the whole module or what this rank holds."""
         trainer, connection, strategy = self.trainer, self.job.connection, self.trainer.strategy
-        strategy.setup_optimizers(trainer)
+        place, waiting = f"{type(self.module).__name__}.configure_optimizers", self.context.builder.waiting
+        with refusing_reads(self.pipeline, waiting, place) if waiting else nullcontext():
+            strategy.setup_optimizers(trainer)
         optimizers = strategy.optimizers
         admission.check_optimizers(optimizers)
         names = [checkpoint.parameter_group_names(self.pipeline, o) for o in optimizers]
@@ -99,7 +100,7 @@ class Fit(Run):
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """After the hooks before a training batch: the first one teaches the step, and makes the plan."""
         self._has_stepped = False
-        if self.planned is not None:
+        if self.has_gradients:
             return
         arguments = training_arguments(self.trainer, batch, batch_idx)
         with self.job.explaining():

@@ -43,6 +43,7 @@ class PlanRequest:
     Attributes:
         sample: of the training step; None where nothing is trained.
         stand_ins: gives values to a module that was built without memory, while it is profiled.
+        defers: it was built so.
         context: of a training step (precision).
         former: the plan and choice of the run before of this strategy, whose layout is kept.
         predicts: a prediction is wanted even where everything is settled.
@@ -65,6 +66,7 @@ class PlanRequest:
     world_size: int
     context: Callable[[], Any]
     stand_ins: Callable[[], AbstractContextManager[None]]
+    defers: bool = False
     former: RuntimePlan | None = None
     predicts: bool = False
     why_not_sharded: str | None = None

@@ -93,12 +93,13 @@ def plan_run(
             world_size=connection.world_size,
             context=functools.partial(step_context, trainer, "training_step"),
             stand_ins=context.builder.stand_ins,
+            defers=context.builder.defers,
             former=context.former,
             predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
             why_not_sharded=why_not_sharded,
             topology_given=options.topology != "auto",
             measures=not torch.are_deterministic_algorithms_enabled(),
-            resumed_microbatches=context.resumption.take_num_microbatches() if fitting else None,
+            resumed_microbatches=context.resumption.take_num_microbatches() if training is not None else None,
         )
     )
 
@@ -108,8 +109,6 @@ def learn_steps(
     context: RunContext,
     known: TraceResult,
     samples: Sequence[StepSample],
-    *,
-    before_run: bool = False,
 ) -> TraceResult:
     """``known``, and what these batches teach about the module. Every rank must call.
 
@@ -131,7 +130,6 @@ def learn_steps(
             device=connection.device,
             splitter=context.splitter,
             context=functools.partial(step_context, trainer),
-            before_run=before_run,
         )
 
 

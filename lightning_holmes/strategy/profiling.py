@@ -24,7 +24,6 @@ from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.profile import profile_step, time_in_turn
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.strategy.kept_costs import Costs, costs_key, load_costs, save_costs
 from lightning_holmes.strategy.plan_request import PlanRequest
@@ -82,7 +81,8 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
     speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
     how = "FLOPs counted"
     if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
-        measured = _measured(request, structure, speed)
+        without = "no rank has all layers of a module that is built without memory"
+        measured = without if request.defers else _measured(request, structure, speed)
         if isinstance(measured, Costs):
             return measured
         how += f" ({measured}, when it was to be timed)"
@@ -116,9 +116,8 @@ def _found_on_rank_0(request: PlanRequest, found: bool) -> bool:
 def _may_be_timed(request: PlanRequest) -> bool:
     """Whether "auto" times the layers: on CPUs, of which FLOPs do not tell how small microbatches slow them down, and where a
     whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
-    parameters = list(request.module.parameters())
-    real = not any(map(is_fake, parameters))
-    return request.device.type == "cpu" and real and sum(p.numel() for p in parameters) <= LARGEST_RUN
+    small = sum(p.numel() for p in request.module.parameters()) <= LARGEST_RUN
+    return request.device.type == "cpu" and small and not request.defers
 
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:

@@ -37,6 +37,7 @@ from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import admission, agreement
+from lightning_holmes.strategy.building import move_parameters
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
@@ -44,7 +45,7 @@ from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
-from lightning_holmes.strategy.samples import StepSample, sample_batches
+from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult
 from lightning_holmes.strategy.tripwires import Tripwires
 from lightning_holmes.strategy.user_hooks import hooks_that_read_state
@@ -59,6 +60,8 @@ class Run:
     It begins with the whole module on every rank. Steps are learnt from the batches that Lightning brings, so that all hooks
     that come before a step have been called: evaluation steps when they first run, on the whole module if that is before the
     plan; the first training batch of a fit, the first batch of an evaluation, makes the plan, and each rank keeps its part.
+    A module that was built without memory is never whole: its parameters have no values before a plan is made, and a sanity
+    check makes one of its own, which the first training batch replaces.
 
     Attributes:
         known: what has been learnt of the module's steps.
@@ -88,9 +91,11 @@ class Run:
         self.driver = self._whole_driver
         self._whole_steps: set[str] = set()  # which the plan does not suit
         context.undo.callback(self._end)
-        if context.builder.defers:  # before anybody looks at weights, those that this rank shall hold need values
-            self._make_plan(sample_batches(trainer, device, context.undo), before_run=True)
-        else:
+        is_pipeline = self.job.placement.pipeline_parallel_size > 1
+        context.builder.begin(
+            self.pipeline, is_pipeline=is_pipeline, overwritten=context.resumption.weights is not None
+        )
+        if not context.builder.waits:
             context.resumption.put_weights(self.pipeline)
 
     def _make_driver(self, pipeline: PipelineModule, schedule: str, num_chunks: int) -> StepDriver:
@@ -118,16 +123,20 @@ class Run:
         """Learn an evaluation step before it first runs. All ranks must call."""
         if self.known.knows(sample.step_name) or sample.step_name in self._whole_steps:
             return
-        if self.planned is None:
+        if self.planned is not None:
+            self._learn_beside_plan(sample)
+        elif self.context.builder.waits:
+            self._make_plan([sample])
+            self._install()
+        else:
             with self._learning():
                 self.known = learn_steps(self.trainer, self.context, self.known, [sample])
-        else:
-            self._learn_beside_plan(sample)
 
     def _learn_beside_plan(self, sample: StepSample) -> None:
         """Learn a step that the plan was made without. Where the stages lack what it needs, it runs on the whole module."""
+        around = self._without_gates if self.context.builder.defers else self.with_whole_module
         with self._learning():
-            found = self.with_whole_module(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
+            found = around(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
         problem = self._problem_of(found.structure)
         if problem is not None:
             self._whole_steps.add(sample.step_name)
@@ -160,25 +169,48 @@ class Run:
                 return f"it reads {min(lacking)} on stage {stage}, where nothing else does"
         return None
 
-    def _make_plan(self, samples: Sequence[StepSample], *, before_run: bool = False) -> None:
+    def _make_plan(self, samples: Sequence[StepSample]) -> None:
         """Learn the module from these batches, plan, and be this rank's stages. All ranks must call."""
+        self.pipeline.uninstall()
         with self._learning():
-            self.known = learn_steps(self.trainer, self.context, self.known, samples, before_run=before_run)
+            self.known = learn_steps(self.trainer, self.context, self.known, samples)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
-            planned = plan_run(
-                self.trainer, self.context, self.known, training, why_not_sharded=self._why_not_sharded()
-            )
-        plan, rank = planned.plan, self.job.connection.rank
-        self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
+            why = self._why_not_sharded()
+            planned = plan_run(self.trainer, self.context, self.known, training, why_not_sharded=why)
+        held = None if self.planned is None else self._held()
+        plan, connection = planned.plan, self.job.connection
         self.planned, self.plan = planned, plan
-        self.context.builder.fill(self.pipeline, rank=rank, overwritten=self.context.resumption.weights is not None)
-        self.context.resumption.put_weights(self.pipeline)
-        show_plan(plan, self.pipeline, self.job)
+        self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
+        with torch.inference_mode(False):
+            if held is None:
+                kept = self.context.builder.fill(self.pipeline, overwritten=self.context.resumption.weights is not None)
+                everyone = [] if kept is None else connection.all_gather(kept)
+                held = None if kept is None else [everyone[rank] for rank in self._ranks]
+            if held is not None:
+                group = self.job.groups.pipeline
+                move_parameters(self.pipeline, held, self._held(), self._ranks, group, connection.rank)
+            self.context.resumption.put_weights(self.pipeline)
+        if training is not None or self.trainer.state.fn != TrainerFn.FITTING:
+            show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
 
     def _why_not_sharded(self) -> str | None:
         """Why parameters cannot live in shards, where that is left to us, in words."""
         return "nothing is trained"
+
+    def _held(self) -> list[set[str]]:
+        """The names of the parameters that each rank of the pipeline holds by the plan."""
+        structure, plan = self.pipeline.structure, self.plan
+        assert structure is not None
+        size = plan.placement.pipeline_parallel_size
+        stages = [plan.stages_of(rank) for rank in range(size)]
+        return [set().union(*(structure.parameters_of(plan.partition, s) for s in of_rank)) for of_rank in stages]
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The global ranks of this rank's pipeline, in order."""
+        groups = self.job.groups
+        return self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
 
     def _install(self) -> None:
         """Let go of what other stages hold."""
@@ -197,13 +229,19 @@ class Run:
             with torch.inference_mode(False):
                 self.pipeline.install()
 
+    def _without_gates(self, act: Callable[[], _T]) -> _T:
+        """What ``act()`` gives while no layer stops it."""
+        self.pipeline.uninstall()
+        try:
+            return act()
+        finally:
+            with torch.inference_mode(False):
+                self.pipeline.install()
+
     def _fill_whole_module(self, *, keep_local: bool) -> None:
-        groups = self.job.groups
-        ranks = self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
-        owners = {stage: ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
-        checkpoint.fill_whole_module(
-            self.pipeline, owners, groups.pipeline, self.job.connection.rank, keep_local=keep_local
-        )
+        owners = {stage: self._ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
+        group, rank = self.job.groups.pipeline, self.job.connection.rank
+        checkpoint.fill_whole_module(self.pipeline, owners, group, rank, keep_local=keep_local)
 
     # set-up and end
 
@@ -258,6 +296,7 @@ class Run:
                 groups=groups,
                 hidden=self._hidden_in_hooks,
                 shards=lambda: self.stage_shards,
+                waiting=lambda: self.context.builder.waiting,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
@@ -296,8 +335,8 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
         self.pipeline.uninstall()
-        if self.planned is None or self.context.builder.leave(self.pipeline):
-            pass  # nothing was let go of; or it is larger than a process, perhaps, and each keeps its part
+        if self.context.builder.leave(self.pipeline) or self.planned is None:
+            pass  # it is larger than a process, perhaps, and each keeps its part; or nothing was let go of
         elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)
         vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
@@ -386,8 +425,6 @@ class Evaluation(Run):
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         super().__init__(trainer, context)
-        if self.planned is not None:
-            self._install()
         trainer.strategy.setup_precision_plugin()
         self._begin()
 

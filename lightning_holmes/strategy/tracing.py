@@ -64,14 +64,12 @@ def trace_module(
     device: torch.device,
     splitter: BatchSplitter,
     context: Callable[[str], Any],
-    before_run: bool = False,
 ) -> TraceResult:
     """``known``, and what a trace of each of ``samples`` adds. Every rank must call.
 
     Args:
         traces: whether this rank runs the steps: rank 0, and its tensor group.
         context: gives the context manager under which a step of that name runs.
-        before_run: no hook of the run has been called yet.
 
     Raises:
         HolmesError: the module or the options are refused, on every rank alike.
@@ -83,10 +81,6 @@ def trace_module(
                 answer = [_trace(module, samples, options, known, pipeline_parallel_size, splitter, context)]
         except HolmesError as refusal:
             answer = [refusal]
-        except Exception as error:
-            if not before_run:
-                raise
-            answer = [_tried_early(module, error)]
     if world_size > 1:
         dist.broadcast_object_list(answer, 0)
     (result,) = answer
@@ -169,15 +163,6 @@ def _trace(
             found = before.merged(found)
         known = replace(known, structure=found)
     return known
-
-
-def _tried_early(module: "pl.LightningModule", error: Exception) -> UnsupportedModuleError:
-    return UnsupportedModuleError(
-        f"a step of {type(module).__name__} ended with {type(error).__name__}: {error}. It was tried before the run, since "
-        f"configure_model builds the module without memory, and which weights a rank shall hold must be known first: hooks from "
-        f"on_fit_start on have not been called then, and there are no optimizers. Make in __init__ or setup() what the step "
-        f"needs, or build the module in __init__"
-    )
 
 
 def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:

@@ -24,7 +24,7 @@ strategy is set up. Where the user has no hooks, nothing is wrapped.
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -42,6 +42,7 @@ from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.param_gather import READS_NO_VALUE
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
@@ -71,7 +72,7 @@ class _Hook:
     """A hook that runs, by its ``name`` for messages.
 
     Attributes:
-        hidden, shards: as for Tripwires, at this moment.
+        hidden, waiting, shards: as for Tripwires, at this moment.
         is_split: other stages have parameters that this rank has not.
         meets: all ranks of the pipeline run it.
         brought: the values and gradients that every rank has by now.
@@ -84,6 +85,7 @@ class _Hook:
         *,
         hidden: Mapping[str, str],
         shards: StageShards | None,
+        waiting: Collection[str],
         is_split: bool,
         meets: bool,
         shows_groups: bool,
@@ -91,6 +93,7 @@ class _Hook:
         self.name = name
         self.hidden = hidden
         self.shards = shards
+        self.waiting = waiting
         self.is_split = is_split
         self.meets = meets
         self.shows_groups = shows_groups
@@ -119,6 +122,23 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def refusing_reads(pipeline: PipelineModule, waiting: Collection[str], place: str) -> Iterator[None]:
+    """Inside, which is the user's ``place``, values of the parameters ``waiting`` must not be read: they have none yet.
+
+    Raises:
+        UnsupportedModuleError: names the parameter.
+    """
+    with _Watch(pipeline.names, functools.partial(_refuse_early, waiting, place)):
+        yield
+
+
+def _refuse_early(waiting: Collection[str], place: str, kind: str, names: list[str]) -> None:
+    early = [name for name in names if name in waiting]
+    if early and kind == "value":
+        raise UnsupportedModuleError(f"{place} reads {early[0]}, but {WAITS}")
+
+
 def _caller() -> str:
     """The name of the function in which an operation stands that a mode sees."""
     frame = inspect.currentframe()
@@ -144,6 +164,7 @@ class Tripwires(Replacements):
         groups: those of a fit's optimizers.
         hidden: gives for "value" and "grad", where no rank has it whole at this moment: why, and what to do.
         shards: where this rank's parameters live at this moment, if that is in shards.
+        waiting: gives the names of parameters that have no values yet.
     """
 
     def __init__(
@@ -156,6 +177,7 @@ class Tripwires(Replacements):
         groups: ParameterGroups | None = None,
         hidden: Callable[[], Mapping[str, str]] = dict,
         shards: Callable[[], StageShards | None] = lambda: None,
+        waiting: Callable[[], Collection[str]] = tuple,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -165,6 +187,7 @@ class Tripwires(Replacements):
         self._groups = groups
         self._hidden = hidden
         self._shards = shards
+        self._waiting = waiting
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
@@ -216,16 +239,18 @@ class Tripwires(Replacements):
     @contextmanager
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
         outer = self._hook
-        hidden, shards, several = self._hidden(), self._shards(), self._job.placement.pipeline_parallel_size > 1
+        hidden, waiting, shards = self._hidden(), self._waiting(), self._shards()
+        several = self._job.placement.pipeline_parallel_size > 1
         is_split = several and self._pipeline.num_stages > 1  # not before the first batch, which makes the plan
         nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
-        if nested or not (is_split or hidden or shards is not None):
+        if nested or not (is_split or hidden or waiting or shards is not None):
             yield
             return
         self._hook = hook = _Hook(
             f"{type(owner).__name__}.{name}",
             hidden=hidden,
             shards=shards,
+            waiting=waiting,
             is_split=is_split,
             meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
             shows_groups=not isinstance(owner, BaseFinetuning),  # whose groups compat/finetuning.py shows, and keeps
@@ -275,6 +300,7 @@ class Tripwires(Replacements):
         """An operation would read these parameters, or their gradients."""
         hook = self._hook
         assert hook is not None
+        _refuse_early(hook.waiting, hook.name, kind, names)
         verb, kind = ("writes", "grad") if kind == "written grad" else ("reads", kind)
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
         if kind in hook.hidden:

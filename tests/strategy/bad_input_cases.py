@@ -45,17 +45,30 @@ class TwoOptimizers(Classifier):
 
 
 class BuiltWithoutMemory(Classifier):
-    """Its step needs what a hook makes after the plan must be known."""
+    """Has no values before the first batch."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
 
     def configure_model(self) -> None:
-        self.more = torch.nn.Linear(4, 4)
+        self.more = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.more(x))
+
+    def on_fit_start(self) -> None:
+        if self.reads == "in a hook":
+            self.norm = self.more.weight.norm()
 
     def on_train_start(self) -> None:
-        self.losses: list[Any] = []
+        if self.reads == "to save":
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "early.ckpt")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.losses.append(super().training_step(batch, batch_idx))
-        return self.losses[-1]
+    def configure_optimizers(self) -> Any:
+        if self.reads == "for the optimizer":
+            return torch.optim.SGD([p for p in self.parameters() if p.abs().sum() > 0], lr=0.1)
+        return super().configure_optimizers()
 
 
 class NeverReaches(Classifier):
@@ -234,9 +247,17 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: _fit(s, pipeline_parallel_size=1, sharded_optimizer=True, trainer={"callbacks": [Reads()]}),
         ("Reads.on_train_batch_end", "stem.weight", "on_before_optimizer_step", "sharded_optimizer=False"),
     ),
-    "state before its time": (
-        lambda s: _fit(s, BuiltWithoutMemory),
-        ("BuiltWithoutMemory", "no attribute 'losses'", "configure_model", "setup()"),
+    "values before their time": (
+        lambda s: _fit(s, lambda: build(BuiltWithoutMemory, "in a hook")),
+        ("BuiltWithoutMemory.on_fit_start reads more.weight", "on_before_zero_grad", "__init__"),
+    ),
+    "values for the optimizer": (
+        lambda s: _fit(s, lambda: build(BuiltWithoutMemory, "for the optimizer")),
+        ("BuiltWithoutMemory.configure_optimizers reads more.weight", "__init__"),
+    ),
+    "saved before its time": (
+        lambda s: _fit(s, lambda: build(BuiltWithoutMemory, "to save")),
+        ("BuiltWithoutMemory", "cannot be saved", "on_before_zero_grad", "__init__"),
     ),
     "parameters in shards": (
         lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Reads()]}),

@@ -188,6 +188,19 @@ class NotingModule(Loaders, Net):
 
 
 @noting(pl.LightningModule, "module")
+class BuiltLate(Loaders, Net):
+    """By configure_model; outside of the generators, which building without memory does not draw from."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if "layers" not in self._modules:
+            with torch.random.fork_rng():
+                self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+
+@noting(pl.LightningModule, "module")
 class WithoutData(Net):
     pass
 
@@ -279,6 +292,16 @@ def resuming(setting: Setting) -> None:
     setting.trainer(max_epochs=2).fit(NotingModule(), ckpt_path=folder / "first.ckpt")
 
 
+def built_late(setting: Setting) -> None:
+    folder = setting.folder / "checkpoints"
+    saves = ModelCheckpoint(folder, filename="first", save_top_k=1, every_n_epochs=1)
+    setting.trainer(max_epochs=1, enable_checkpointing=True, callbacks=[saves]).fit(BuiltLate())
+    trainer, module = setting.trainer(reload_dataloaders_every_n_epochs=1), BuiltLate()
+    trainer.fit(module, ckpt_path=folder / "first.ckpt")
+    trainer.test(module, verbose=False)
+    trainer.predict(module)
+
+
 def given_loaders(setting: Setting) -> None:
     setting.trainer(max_epochs=1).fit(WithoutData(), split_loader(8, shuffle=True), split_loader(8))
 
@@ -293,6 +316,7 @@ RUNS = (
     overfit,
     fast_dev_run,
     resuming,
+    built_late,
     given_loaders,
 )
 

@@ -134,12 +134,15 @@ def held(strategy: Any, module: nn.Module) -> set[str]:
 
 
 class Start(pl.Callback):
-    """Keeps the weights and buffers with which a run begins, as far as this rank holds them."""
+    """Keeps the weights and buffers with which a run begins, as far as this rank holds them; two stages of a fit have none
+    before its first batch."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.weights:
+            return
         mine = held(trainer.strategy, pl_module) if isinstance(trainer.strategy, HolmesStrategy) else None
         for name, value in [*pl_module.named_parameters(), *pl_module.named_buffers()]:
             if mine is None or name in mine or name in dict(pl_module.named_buffers()):

@@ -855,6 +855,85 @@ def _save_by_hand(setting: Setting, trainer: pl.Trainer) -> Any:
 # running cases
 
 
+# modules without memory
+
+
+class BuiltLate(Classifier):
+    """configure_model makes it. Its step needs what hooks make, and the optimizer's learning rate; one parameter only training
+    reads; a hook changes a weight before training. A residual that only training has forbids to split in the middle, where the
+    sanity check does."""
+
+    def __init__(self, changes: bool) -> None:
+        pl.LightningModule.__init__(self)
+        self.lr, self.changes = 0.05, changes
+
+    def configure_model(self) -> None:
+        if "stem" in self._modules:
+            return
+        with torch.random.fork_rng():  # plain Lightning draws in nn.Linear, and nothing is drawn without memory
+            self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.scale = nn.Parameter(torch.ones(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                count = parameter.numel()
+                parameter.copy_((torch.arange(float(count)) * 7).sin().view(parameter.shape) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            first = x if index == 0 else first
+            x = x + first if index == 2 and self.training else x
+        return self.head(x)
+
+    def on_fit_start(self) -> None:
+        self.shapes = [tuple(p.shape) for p in self.parameters()]
+
+    def on_train_start(self) -> None:
+        self.losses: list[float] = []
+        if self.changes:
+            with torch.no_grad():
+                self.blocks[1].linear.bias.add_(0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.factor = 1.0 + batch_idx / 8
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        loss = F.cross_entropy(self(batch[0]) * self.scale, batch[1]) * self.factor * (1 + rate)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += len(batch[0])
+        super().validation_step(batch, batch_idx)
+
+
+def case_built_late(setting: Setting) -> Any:
+    found = {}
+    for name, sanity_steps, epochs in (("first", 2, 1), ("resumed", 2, 2), ("unchecked", 0, 1)):
+        module, keep = build(BuiltLate, name == "first"), ModelCheckpoint(setting.folder / name, save_last=True)
+        trainer = setting.trainer(
+            max_epochs=epochs, num_sanity_val_steps=sanity_steps, callbacks=[keep], enable_checkpointing=True
+        )
+        saved = setting.folder / "first" / "last.ckpt" if name == "resumed" else None
+        loaders = setting.loader(samples()), setting.loader(samples(16, 1))
+        trainer.fit(module, *loaders, ckpt_path=saved)
+        if setting.holmes is not None:
+            plan: Any = trainer.strategy.plan  # type: ignore[attr-defined]
+            assert plan.partition.layer_counts != (2, 2), "training decides"
+        found[name] = {"losses": module.losses, "shapes": module.shapes, "lines": list(setting.recorder.lines)}
+        found[name]["validate"] = trainer.validate(module, loaders[1], verbose=False)
+    return found
+
+
 CASES = {name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")}
 
 
