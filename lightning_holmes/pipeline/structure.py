@@ -69,11 +69,18 @@ class ModuleStructure:
         return len(self.layer_names)
 
     def check_partition(self, partition: Partition) -> None:
-        """Refuse a partition with a split point that loses a value.
+        """Refuse a partition with a stage that has no layer, or with a split point that loses a value.
 
         Raises:
-            UnsupportedModuleError: names the value, the split point and, if there is one, what would do.
+            UnsupportedModuleError: names the stage, or the value and the split point, and what would do.
         """
+        if partition.bare_stages:
+            raise UnsupportedModuleError(
+                f"partition={list(partition.layer_counts)}: stage {partition.bare_stages[0]} has no layer, which lightning-holmes plan "
+                "predicts, but no run can have: a step is cut where a layer's output is kept and the next layer is called, so neither "
+                "before the first layer nor after the last one, nor twice between two. Give every stage at least 1 layer, or use a "
+                "smaller pipeline_parallel_size"
+            )
         for stage in range(partition.num_stages - 1):
             split_point = partition.layers_of(stage)[-1]
             lost = [b for b in self.bypasses if b.forbids(split_point)]

@@ -277,7 +277,7 @@ class CostModel:
             backward.append(sums[1])
             tensor_forward.append(sums[2])
             tensor_backward.append(sums[3])
-            activations.append(layers[-1].activation_bytes if stage < last else 0.0)
+            activations.append(_crossing(model, own).activation_bytes if stage < last else 0.0)
             held.append(math.fsum(memory.held_bytes(place) for place in places))
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             seconds, gathered = self._reduction(facts.groups[rank], trained, sharded)
@@ -356,7 +356,7 @@ class CostModel:
                         here[host] += int(moved)
             if stage < partition.num_stages - 1:
                 following = self._host[layout.devices_of(_stage_ranks(run)[stage + 1])]
-                crossing = model.layers[own[-1]].activation_bytes * run.num_microbatches
+                crossing = _crossing(model, own).activation_bytes * run.num_microbatches
                 pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
                 for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
                     if first != second:
@@ -398,7 +398,7 @@ class CostModel:
 
     def _reduction(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
-        if group.local_size * group.num_hosts == 1:
+        if group.local_size * group.num_hosts == 1 or trained_bytes == 0:
             return 0.0, 0.0
         ratio, scatters = self._gradient_ratio(group)
         num_bytes = trained_bytes * ratio
@@ -575,6 +575,11 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
         if id(layer) not in each:
             each[id(layer)] = value(layer)
     return tuple([each[id(layer)] for layer in layers])
+
+
+def _crossing(model: ModelCost, layers: range) -> LayerCost:
+    """Whose output a stage with these layers hands on; before the first layer, that of what runs before them."""
+    return model.layers[layers.stop - 1] if layers.stop else model.before
 
 
 def _stage_ranks(run: RunShape) -> tuple[int, ...]:

@@ -28,7 +28,11 @@ PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Layers of each stage, in order. layer_counts has one positive entry per stage."""
+    """Layers of each stage, in order. layer_counts has one entry per stage.
+
+    A stage may have none: then it is the embedding or the head alone, or hands on what it receives. That can be predicted, and
+    no run can have it (ModuleStructure.check_partition says why).
+    """
 
     layer_counts: tuple[int, ...]
 
@@ -36,11 +40,14 @@ class Partition:
         if not self.layer_counts:
             raise ConfigurationError("partition: there are no counts; give one per stage")
         for stage, count in enumerate(self.layer_counts):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ConfigurationError(
-                    f"partition={list(self.layer_counts)}: stage {stage} has {count!r} layers; "
-                    "every stage needs a whole number, at least 1"
+                    f"partition={list(self.layer_counts)}: stage {stage} has {count!r} layers; write a whole number"
                 )
+        if not any(self.layer_counts):
+            raise ConfigurationError(
+                f"partition={list(self.layer_counts)} assigns no layer; give counts that add up to all"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -53,8 +60,13 @@ class Partition:
         return len(self.layer_counts)
 
     @property
+    def bare_stages(self) -> tuple[int, ...]:
+        """The stages that hold no layer."""
+        return tuple(stage for stage, count in enumerate(self.layer_counts) if count == 0)
+
+    @property
     def split_points(self) -> frozenset[int]:
-        """The layers after which a stage ends and another begins."""
+        """The layers after which a stage ends and another begins; -1 before all of them."""
         return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 
     def layers_of(self, stage: int) -> range:
@@ -136,11 +148,11 @@ def make_partition(
         speeds: of each stage, for "proportional".
         balance: costs and limits, for "self_adapting".
 
-    Raises ConfigurationError for fewer layers than stages, an unknown word, a rule without what it needs, the
-    wrong number of counts, a count below one, and counts whose sum is not num_layers.
+    Raises ConfigurationError for fewer layers than stages (by a rule), an unknown word, a rule without what it needs, the
+    wrong number of counts, a count below zero, and counts whose sum is not num_layers.
     """
-    _check_enough_layers(num_layers, num_stages)
     if isinstance(spec, str):
+        _check_enough_layers(num_layers, num_stages)
         if spec == "proportional" and speeds is not None:
             assert len(speeds) == num_stages, speeds
             return make_proportional_partition(num_layers, speeds)
@@ -164,6 +176,7 @@ def make_partition(
         )
     partition = Partition(counts)
     if partition.num_layers != num_layers:
+        _check_enough_layers(num_layers, num_stages)
         example = list(make_uniform_partition(num_layers, num_stages).layer_counts)
         raise ConfigurationError(
             f"partition={list(counts)} adds up to {partition.num_layers} layers, but the module has "

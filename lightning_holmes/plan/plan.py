@@ -56,7 +56,7 @@ class _PlanFile:
     schedule: ScheduleName
     num_chunks: _Positive
     layers: Text
-    partition: Annotated[tuple[_Positive, ...], Field(min_length=1)]
+    partition: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     placement: Annotated[tuple[_Ranks, ...], Field(min_length=1)]
     clusters: tuple[Text, ...]
     groups: tuple[GroupPlan, ...]

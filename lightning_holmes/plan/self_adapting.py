@@ -5,7 +5,8 @@ the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of i
 rank of the first stage and after_seconds on that of the last.
 Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
 so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
-after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer.
+after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer, unless
+bare_stages allows others (one chunk a rank).
 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
     solve(balance).layer_counts      # (6, 4)
@@ -63,6 +64,7 @@ class Balance:
     limits: tuple[float, ...] | None = None
     forbidden_cuts: tuple[int, ...] = ()
     v_shaped: bool = False
+    bare_stages: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.num_chunks, "num_chunks")
@@ -78,7 +80,8 @@ class Balance:
             assert len(self.layer_bytes) == self.num_stages and len(self.limits) == self.num_ranks
             for limit in self.limits:
                 check_number(limit, "a memory limit")
-        if self.num_layers < self.num_stages:
+        assert self.num_chunks == 1 or not self.bare_stages
+        if self.num_layers < self.num_stages and not self.bare_stages:
             raise ConfigurationError(
                 f"{self.num_layers} layers cannot fill {self.num_stages} stages (pipeline_parallel_size x num_chunks); "
                 f"use at most {self.num_layers} stages"
@@ -143,7 +146,7 @@ class Balanced:
 
 def solve(balance: Balance) -> Balanced:
     """The best partition. Raises NothingFitsError where memory or forbidden split points leave none."""
-    if _all_alike(balance):
+    if _all_alike(balance) and not balance.bare_stages:
         counts, proven = _solve_alike(balance), True
     elif balance.num_chunks == 1:
         counts, proven = _solve_one_chunk(balance), True
@@ -169,7 +172,7 @@ def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
         done = np.concatenate(([0.0], np.cumsum(balance.layer_bytes[stage])))
         used = done[None, :] - done[:, None]
         used += (balance.before_bytes if stage == 0 else 0.0) + (balance.after_bytes if stage == last else 0.0)
-    allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 1)
+    allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 0 if balance.bare_stages else 1)
     for cut in balance.forbidden_cuts:
         allowed[cut + 1, :] = allowed[:, cut + 1] = False
     return np.where(allowed, seconds, np.inf), used

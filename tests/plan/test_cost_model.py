@@ -148,6 +148,20 @@ def test_step_costs_by_hand() -> None:
     assert "link 1>0" in dict(costs.routes[1, 0].hops), "each direction has its own"
 
 
+def test_stages_without_a_layer_by_hand() -> None:
+    costs = cost_model(devices=(DEVICE, DEVICE))
+    before = dataclasses.replace(MODEL.before, forward=2e12, backward=1e12, activation_bytes=3e6)
+    costs = cost_model(model=dataclasses.replace(MODEL, before=before))
+    run = shape(Layout(pipeline=4, tensor=1, data=2))
+    found = costs.step_costs(run, Partition((0, 3, 0, 1)))
+    layer_s, rate = 1 / DEVICE.efficiency, DEVICE.efficiency
+    assert found.forward_s == pytest.approx((2 / rate, 3 * layer_s, 0.0, 2 * layer_s))
+    assert found.backward_s == pytest.approx((1 / rate, 6 * layer_s, 0.0, 4 * layer_s))
+    assert found.activation_bytes == (3e6, 1e7, 1e7, 0.0), "what enters the first layer; what came in goes on"
+    assert found.reduce_s[2] == 0.0 and min(found.reduce_s[0], found.reduce_s[1], found.reduce_s[3]) > 0
+    assert found.held_bytes[2] == 0.0
+
+
 def many_hosts(hosts: int, link: str) -> str:
     """Two clusters of so many hosts of one device, and what is known of the link between them."""
     nics = "nics: [{name: ib, kind: infiniband, bandwidth: 25e9}, {name: eth, kind: ethernet, bandwidth: 1.25e9}]"

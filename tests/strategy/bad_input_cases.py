@@ -209,6 +209,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "too few layers": (lambda s: _fit(s, num_chunks=3), ("4", "6", "stages")),
     "not divisible": (lambda s: _fit(s, pipeline_parallel_size=3), ("pipeline_parallel_size=3", "2")),
     "partition": (lambda s: _fit(s, partition=[3, 2]), ("[3, 2]", "5", "4")),
+    "partition with a bare stage": (
+        lambda s: _fit(s, partition=[0, 4]),
+        ("[0, 4]", "stage 0 has no layer", "at least 1"),
+    ),
     "partition of three": (lambda s: _fit(s, partition=[1, 1, 2]), ("[1, 1, 2]", "3", "2")),
     "schedule": (lambda s: _fit(s, schedule="dualpipe"), ("dualpipe", "1f1b", "interleaved_1f1b")),
     "microbatches": (lambda s: _fit(s, num_microbatches=9), ("num_microbatches=9", "8")),

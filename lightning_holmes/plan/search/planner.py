@@ -13,6 +13,7 @@ whose layout is settled, and the command choose alike. Between layouts within _N
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -32,7 +33,7 @@ from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
-from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
 _SIMULATED = 8  # candidates of all layouts that are simulated at the least, beside the runners-up
 _TRIED = 3  # layouts of which every candidate is tried
@@ -40,6 +41,7 @@ _LARGEST = (
     2**16
 )  # stages x microbatches of all candidates of a layout; beyond, those that are estimated to be slower are not simulated
 _NEARLY = 0.002
+_WORTH_TELLING = 0.01
 _NO_MEMORY = "does not fit the memory"
 
 
@@ -128,6 +130,7 @@ class _Search:
         if len(slower) < len(others):
             what = "faster by prediction, but by less than more microbatches or chunks must save"
             self.left_out[what] += len(others) - len(slower)
+        self._look_at_bare_stages(best)
         runners_up = _unlike(sorted(slower, key=_step_s), self.space.runners_up)
         return SearchResult(
             best=replace(best, reason=_why(best, runners_up)),
@@ -137,6 +140,23 @@ class _Search:
             unrefined=unrefined,
             tried=tuple(tried),
         )
+
+    def _look_at_bare_stages(self, best: Prediction) -> None:
+        """Count what no run can have, where it would be faster: the layers dealt so that a stage has none."""
+        run = best.run
+        if self.space.partition != "self_adapting" or run.num_chunks > 1 or run.layout.pipeline == 1:
+            return
+        balance = replace(self.cost_model.balance(run, limit_memory=self.limit_memory), bare_stages=True)
+        with contextlib.suppress(ConfigurationError):  # where nothing fits, that is told already
+            partition = Partition(solve(balance).layer_counts)
+            if partition.bare_stages:
+                ratio = self._predict(run, partition).step_s / best.step_s
+                if ratio < 1 - _WORTH_TELLING:
+                    counts = list(partition.layer_counts)
+                    what = (
+                        f"with the layers {counts}: {ratio:.2f}x the time, but no run can have a stage without a layer"
+                    )
+                    self.left_out[what] += 1
 
     def _pick(self, found: Sequence[Prediction]) -> Prediction:
         unit = self.cost_model.model.unit

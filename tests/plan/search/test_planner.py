@@ -157,6 +157,22 @@ def test_devices_are_dealt_as_a_run_would() -> None:
     assert layouts[4].grid is not None and costs.facts(layouts[4]).groups[0].channel.transport == "infiniband"
 
 
+def test_a_stage_without_a_layer_is_told_where_it_would_be_faster_and_never_chosen() -> None:
+    heavy = gpt_cost(512, 4, vocabulary=400_000)  # the head takes as long as twenty layers
+    layout = Layout(pipeline=2, tensor=1, data=1)
+    space = SearchSpace(layout=layout, schedules=("1f1b",), num_microbatches=(16,), recomputation=(False,))
+    costs = cost_model(heavy, clusters(1, 1, devices=1), 16)
+    found = search(costs, space)
+    assert found.best.partition == Partition((3, 1))
+    given = search(costs, dataclasses.replace(space, partition=(4, 0))).best
+    ratio = given.step_s / found.best.step_s
+    assert ratio < 0.99
+    (told,) = [reason for reason in found.left_out if "without a layer" in reason]
+    assert "[4, 0]" in told and f"{ratio:.2f}x" in told
+    alike = search(cost_model(gpt_cost(512, 4, vocabulary=1000), clusters(1, 1, devices=1), 16), space)
+    assert not [reason for reason in alike.left_out if "without a layer" in reason]
+
+
 def test_what_is_asked_for_is_kept() -> None:
     costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
     space = SearchSpace(
