@@ -90,6 +90,11 @@ def main(args: list[str]) -> None:
         warmup_steps=options.warmup,
         steps=options.steps,
     )
+    if len(options.cpu_share) not in (1, len(topology.clusters)):
+        raise ConfigurationError(
+            f"--cpu-share {' '.join(f'{share:g}' for share in options.cpu_share)}: give one for all hosts, or one for each of the "
+            f"{len(topology.clusters)} clusters"
+        )
     job = BenchmarkJob(topology=topology, processes_per_host=options.processes, workload=workload)
     if workload.batch_size % job.world_size:
         raise ConfigurationError(
@@ -99,7 +104,7 @@ def main(args: list[str]) -> None:
     report = run_benchmark(
         job,
         [CONTENDERS[name] for name in CONTENDERS if name in names],
-        cpu_share=options.cpu_share,
+        cpu_shares=options.cpu_share * (len(topology.clusters) // len(options.cpu_share)),
         rounds=options.rounds,
         timeout_s=options.timeout,
         command=command,
@@ -127,7 +132,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--hosts", type=int, nargs="+", metavar="N", help="hosts of each cluster; by default the case's"
     )
     network.add_argument("--processes", type=int, default=1, help="processes on each host")
-    network.add_argument("--cpu-share", type=float, default=0.45, help="cores of each host")
+    network.add_argument(
+        "--cpu-share",
+        type=float,
+        nargs="+",
+        default=[0.45],
+        metavar="CORES",
+        help="of each host; or one of each cluster's hosts",
+    )
     network.add_argument("--fast", default="1gbit", help="rate inside clusters")
     network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
     training = parser.add_argument_group("training")
@@ -185,18 +197,28 @@ def run_benchmark(
     job: BenchmarkJob,
     contenders: Sequence[Contender],
     *,
-    cpu_share: float,
+    cpu_shares: Sequence[float],
     rounds: int,
     timeout_s: float,
     command: str,
     verbose: bool,
     timelines: Path | None = None,
 ) -> Report:
-    """Run the contenders in turn on one testbed; with ``timelines``, a folder for those of Holmes's last runs."""
+    """Run the contenders in turn on one testbed.
+
+    Args:
+        cpu_shares: cores of a host, for each cluster.
+        timelines: a folder for those of Holmes's last runs.
+    """
     order = [contender for _ in range(rounds) for contender in contenders]
     order += [contender for contender in contenders if contender.name == FLOOR]  # again at the end: drift would show
     found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
-    with Testbed(job.topology, TestbedOptions(cpu_share=cpu_share)) as bed:
+    of_hosts = {
+        host.name: share
+        for cluster, share in zip(job.topology.clusters, cpu_shares, strict=True)
+        for host in cluster.hosts
+    }
+    with Testbed(job.topology, TestbedOptions(host_cpu_shares=of_hosts, precedence=True)) as bed:
         for number, contender in enumerate(order, start=1):
             print(f"[{number}/{len(order)}] {contender.title}", end=" ... ", flush=True)
             result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose, timelines=timelines)
@@ -209,13 +231,14 @@ def run_benchmark(
         results=[join(results) for results in found.values()],
         floor=FLOOR,
         network=(
-            f"{sizes} hosts, {cpu_share:g} core each, {show_rate(fast)} inside clusters, {show_rate(ethernet)} across; "
+            f"{sizes} hosts, {' and '.join(f'{share:g}' for share in dict.fromkeys(cpu_shares))} core each, {show_rate(fast)} inside clusters, {show_rate(ethernet)} across; "
             f"GPT of {job.workload.num_parameters / 1e6:.3g} M parameters, "
             f"batch {job.workload.batch_size} x {job.workload.sequence_length}"
             + (f" in {parts} microbatches a process" if parts > 1 else "")
         ),
         command=command,
         facts={"hardware": _hardware(), "commit": _commit(), "torch": version("torch"), "rounds": rounds},
+        unlike_hosts=len(set(cpu_shares)) > 1,
     )
 
 

@@ -167,7 +167,7 @@ def run_bed(
         for case in bed.cases
     ]
     timeout_s *= max(1.0, _RUN_TIMEOUT * len(cases))
-    options = TestbedOptions(host_cpu_shares=shares, cpu_period_s=_CPU_PERIOD_S)
+    options = TestbedOptions(host_cpu_shares=shares, cpu_period_s=_CPU_PERIOD_S, precedence=True)
     with Testbed(topology, options) as testbed, tempfile.TemporaryDirectory(prefix="holmes-bench-") as name:
         folder = Path(name)
         written = {"topology": topology.to_yaml(), "num_hosts": num_hosts, "cases": cases}

@@ -87,6 +87,8 @@ def test_shares_are_of_the_slowest_ranks_median_step() -> None:
     assert report.floor_s == 2.0
     assert [result.failed for result in report.results] == [False, False, True]
     assert [report.share(result) for result in report.results] == [1.0, 0.5, None]
+    unlike = dataclasses.replace(report, unlike_hosts=True)
+    assert unlike.floor_s == pytest.approx(2 / (1 / 1.0 + 1 / 2.0)), "each rank has as much of the work as it is fast"
 
 
 def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
@@ -111,6 +113,10 @@ def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
     [
         ("--hosts 2 0", "--hosts 2 0: each cluster needs a host"),
         ("--hosts 2 1", "--batch-size 32 does not divide among 3 processes"),
+        (
+            "--cpu-share 0.4 0.3 0.2",
+            "--cpu-share 0.4 0.3 0.2: give one for all hosts, or one for each of the 2 clusters",
+        ),
         ("--fast quick", "--fast.*a positive bandwidth"),
     ],
 )

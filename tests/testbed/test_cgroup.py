@@ -49,6 +49,16 @@ def test_version_2_hands_the_controller_down_and_writes_the_limit(tmp_path: Path
     assert not (group.path / "cgroup.subtree_control").exists(), "a group with processes may not hand it down"
 
 
+@pytest.mark.parametrize(("version", "name", "weight"), [(1, "cpu.shares", "262144"), (2, "cpu.weight", "10000")])
+def test_precedence_is_the_largest_weight(tmp_path: Path, version: int, name: str, weight: str) -> None:
+    group = CpuGroup(CpuHierarchy(tmp_path, version), "holmes-t")
+    with pytest.raises(TestbedUnavailable, match=f"{name} cannot be written"):
+        group.precede()
+    group.create()
+    group.precede()
+    assert (group.path / name).read_text() == weight
+
+
 def test_a_hierarchy_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu").write_text("a file where the hierarchy should be")
     with pytest.raises(TestbedUnavailable, match=r"cannot be made.*CONFIG_CFS_BANDWIDTH"):

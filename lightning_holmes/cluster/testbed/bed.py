@@ -140,6 +140,8 @@ class Testbed:
                     share=host.cpu_share, period_s=self.options.cpu_period_s
                 )
                 made_up_sysfs.write_devices(self.sysfs_root(host.name), host)
+            if self.options.precedence:
+                CpuGroup(hierarchy, f"{self.options.prefix}{self.bed_id}").precede()
             self._hosts_file.write_text(
                 "127.0.0.1 localhost\n"
                 + "".join(f"{host.ethernet.address} {host.name}\n" for host in self.layout.hosts)

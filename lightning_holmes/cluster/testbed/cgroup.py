@@ -1,6 +1,6 @@
 """The share of the CPU that a host of the testbed has: a cgroup of the cpu controller, version 1 or 2.
 
-Owns finding the hierarchy, the quota, and ending what runs in a group; who joins a group is processes.py's.
+Owns finding the hierarchy, the quota, precedence before the rest of the machine, and ending what runs in a group; who joins a group is processes.py's.
 
     hierarchy = find_cpu_hierarchy()
     group = CpuGroup(hierarchy, "holmes-demo/h0")
@@ -8,8 +8,8 @@ Owns finding the hierarchy, the quota, and ending what runs in a group; who join
     group.kill()
     group.remove()
 
-Version 1: cpu.cfs_quota_us and cpu.cfs_period_us; version 2: cpu.max (docs.kernel.org, scheduler/sched-bwc and
-admin-guide/cgroup-v2).
+Version 1: cpu.cfs_quota_us, cpu.cfs_period_us and cpu.shares; version 2: cpu.max and cpu.weight (docs.kernel.org,
+scheduler/sched-bwc and admin-guide/cgroup-v2).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from lightning_holmes.errors import TestbedUnavailable
 
 _KILL_TIMEOUT_S = 10.0
+_MOST_WEIGHT = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}  # the most that the kernel takes
 _HELP = "the testbed gives each host a share of the CPU by a cgroup"
 
 
@@ -82,6 +83,14 @@ class CpuGroup:
                 f"the cgroup {self.path} cannot be made or given a quota ({error.strerror}); {_HELP}: it needs root, a "
                 f"writable {self.hierarchy.root} and a kernel with CONFIG_CFS_BANDWIDTH"
             ) from error
+
+    def precede(self) -> None:
+        """Give the group's processes what their quotas allow before all other work on the machine. It has to be there."""
+        name, weight = _MOST_WEIGHT[self.hierarchy.version]
+        try:
+            (self.path / name).write_text(str(weight))
+        except OSError as error:
+            raise TestbedUnavailable(f"{self.path / name} cannot be written ({error.strerror}); {_HELP}") from error
 
     def _delegate(self) -> None:
         """Version 2 hands a controller down a level at a time."""

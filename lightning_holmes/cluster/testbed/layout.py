@@ -47,6 +47,7 @@ class TestbedOptions:
         rdma_bandwidth_bytes_per_s: stands in for the bandwidth of every InfiniBand and RoCE NIC.
         ethernet_bandwidth_bytes_per_s: stands in for the bandwidth of every Ethernet NIC.
         cpu_period_s: the share is assigned anew this often. A short period is closest to a slower core.
+        precedence: hosts have their shares also where others work on the machine, and before them. To measure speed.
         host_names: processes find the machine called as the host, and its and the others' names in /etc/hosts, with
             their Ethernet addresses. Without it the machine is called as outside, a name that leads nowhere.
         prefix: what the names of namespaces, cgroups and files begin with.
@@ -59,6 +60,7 @@ class TestbedOptions:
     rdma_bandwidth_bytes_per_s: _Rate | None = None
     ethernet_bandwidth_bytes_per_s: _Rate | None = None
     cpu_period_s: Annotated[float, Field(ge=0.001, le=1)] = 0.02
+    precedence: bool = False
     host_names: bool = True
     prefix: Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,14}-$")] = DEFAULT_PREFIX
 

@@ -66,11 +66,16 @@ class Report:
     network: str
     command: str
     facts: dict[str, Any]
+    unlike_hosts: bool = False
 
     @property
     def floor_s(self) -> float | None:
-        """Seconds of a step without communication."""
-        return next((result.step_s for result in self.results if result.name == self.floor), None)
+        """Seconds of a step without communication: of the slowest rank, or, where hosts have unlike shares of the
+        processor, as if each had as much of the work as it is fast."""
+        floor = next((result for result in self.results if result.name == self.floor), None)
+        if floor is None or floor.step_s is None or not self.unlike_hosts:
+            return None if floor is None else floor.step_s
+        return statistics.harmonic_mean(map(statistics.median, floor.rank_steps_s))
 
     def share(self, result: Result) -> float | None:
         """The contender's speed as a share of the floor's."""
