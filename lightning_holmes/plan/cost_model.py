@@ -190,6 +190,8 @@ class CostModel:
         """Forward and backward seconds of what runs in, before or after the layers, without transfers."""
         facts, tensor = self.facts(run.layout), run.layout.tensor
         speed, product_s, byte_s = facts.speeds[rank] * tensor, facts.product_s[rank], facts.byte_s[rank]
+        # a gradient is read and added to the sum of the microbatches before, which is read and written
+        added_s = place.trained_bytes / tensor * (1 + 2 * self.training.gradient_ratio) * byte_s
         whole = 0.0 if self.training.sequence_parallel else _MOVED_WHOLE
         byte_s *= whole + (1 - whole) / tensor
         return (
@@ -200,7 +202,8 @@ class CostModel:
             place.backward / speed
             + place.fixed_backward_s
             + place.backward_products * product_s
-            + place.backward_moved_bytes * byte_s,
+            + place.backward_moved_bytes * byte_s
+            + added_s,
         )
 
     def balance(self, run: RunShape, *, limit_memory: bool = True) -> Balance:

@@ -7,14 +7,18 @@ other rows are predicted.
     fit = fit_efficiencies()
     for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
 
-What physics says, and no row was asked: gradients are reduced in fp32 after the backward, as Megatron-LM does for bf16
-(its arguments.py: "bfloat16 requires gradient accumulation and all-reduce to be done in fp32"); its 1F1B waits for every
-transfer between stages where it stands; cards and NVLink run at their stated rates; before FlashAttention (2022) the scores
-of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at the rate of the data sheet.
+What physics says, and no row was asked: 1F1B of both systems waits for every transfer between stages where it stands; before
+FlashAttention (2022) the scores of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at
+the rate of the data sheet.
 
-What is assumed and not in the tables' sources: one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a
-host in Holmes (SEEDS: recalled), eight 200 Gbit/s InfiniBand cards a host in Megatron-LM; Holmes' global batch of 768 and its
-FlashAttention; microbatches of 4 (Holmes) and 1 (Megatron-LM beyond 8 B, 4 up to there); full recomputation.
+What the authors' own scripts say: both train with --fp16 and leave --accumulate-allreduce-grads-in-fp32 out, so that gradients are added
+and reduced in half precision, after the backward (github.com/CodexDive/Holmes, d8d2ac5, examples/pretrain_gpt_2_nodes.sh; Megatron-LM of April
+2021, 50a4b5f, examples/pretrain_gpt3_175B.sh and megatron/arguments.py). The script for Holmes' model of 3.6 B has a global batch of
+512, microbatches of 4 and FlashAttention.
+
+What is assumed and not in the sources: that the tables' rows ran with that batch (the docs say what others
+give); one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a host in Holmes (recalled), eight 200 Gbit/s InfiniBand
+cards a host in Megatron-LM, whose microbatches are 1 beyond 8 B and 4 up to there, and whose pipelines are not interleaved; full recomputation.
 docs/planning.md prints every error and says what this cannot explain.
 """
 
@@ -39,14 +43,18 @@ _GBIT = 1e9 / 8
 # dropout (with a mask of a byte), read by the next product. The backward passes each of these twice.
 _SCORE_FORWARD_BYTES, _SCORE_BACKWARD_BYTES = 13.0, 26.0
 # Of each element of a layer's input, counted: two norms (read, written), two sums of bias, dropout and residual (read twice, written,
-# and a mask of a byte), GeLU of four times as many (read, written). Backward: the norms' and GeLU's gradients, those of dropout, and the
-# sum of a residual's two gradients.
-_MOVED_FORWARD_BYTES = 2 * 4.0 + 2 * 7.0 + 16.0
-_MOVED_BACKWARD_BYTES = 2 * 6.0 + 2 * 5.0 + 2 * 6.0 + 24.0
+# and a mask of a byte), GeLU of four times as many (read, written); the bias of Q, K and V, which is written where the product adds to it,
+# and attention's output, brought in order. Backward: the norms' gradients, and their weights' in a pass of its own, those of dropout, the
+# sum of a residual's two gradients, GeLU's; what the sums for nine times as many elements of biases read, the gradients of Q, K and V put
+# together, and attention's output again.
+_MOVED_FORWARD_BYTES = 2 * 4.0 + 2 * 7.0 + 16.0 + 3 * 4.0 + 4.0
+_MOVED_BACKWARD_BYTES = 2 * (6.0 + 4.0) + 2 * 5.0 + 2 * 6.0 + 24.0 + 9 * 2.0 + 3 * 4.0 + 4.0
 # Of each logit: cross entropy in fp32 as Megatron-LM has it, pass by pass; backward the softmax's gradient, and to half precision.
 _LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 34.0, 14.0
-# Of each half-precision byte of parameters: Adam with fp32 gradients, masters and two states, gradients zeroed, scaled and measured
-_UPDATE_BYTES = 19.0
+# Of each half-precision byte of parameters, pass by pass: gradients to fp32 (6 bytes of a parameter), scaled and looked at for what is not
+# finite (8), their norm (4), Adam (28), and the masters to half precision (6). Megatron-LM's optimizer.py, for fp16.
+_UPDATE_BYTES = 26.0
+_BATCH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +99,9 @@ class Efficiencies:
     compute: float
 
 
-def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops: float) -> PublishedRow:
+def _holmes(
+    hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops: float, batch: int = _BATCH
+) -> PublishedRow:
     return PublishedRow(
         name=f"Holmes 3.6 B, {hosts} nodes, {kind}",
         hidden=3072,
@@ -100,7 +110,7 @@ def _holmes(hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops:
         tensor=1,
         pipeline=2,
         hosts=hosts,
-        batch=768,
+        batch=batch,
         microbatch=4,
         kind=kind,
         bandwidth_bytes_per_s=(25 if kind == "ethernet" else 200) * _GBIT,
@@ -203,7 +213,7 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     assert device.moved_bytes_per_s is not None
     training = Training(
         batch_samples=row.batch,
-        gradient_ratio=2.0,
+        gradient_ratio=1.0,
         state_ratio=6.0,
         blocking_sends=True,
         memory_share=1.0,
@@ -226,6 +236,44 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     recomputed = plain.with_recomputation()
     flops = (recomputed.forward + recomputed.backward) * row.batch  # what the tables count, and no more
     return PredictedRow(row=row, predicted_tflops=flops / step_s / (row.hosts * 8) / 1e12)
+
+
+def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float, float] | None = None) -> CostModel:
+    """Holmes' 3.6 B on so many InfiniBand and as many RoCE hosts, which are alike, or have whole layers done at these FLOP/s."""
+    device = replace(DEVICE_TYPES["A100-80GB"], efficiency=efficiencies.compute)
+    assert device.moved_bytes_per_s is not None
+    kinds: tuple[Literal["infiniband", "roce"], ...] = ("infiniband", "roce")
+    topology = Topology(
+        clusters=tuple(
+            Cluster(
+                name=kind,
+                hosts=tuple(
+                    Host(
+                        name=f"{kind}{index}",
+                        devices=8,
+                        nics=(
+                            Nic(name="card", kind=kind, bandwidth_bytes_per_s=200 * _GBIT),
+                            Nic(name="eth", kind="ethernet", bandwidth_bytes_per_s=25 * _GBIT),
+                        ),
+                    )
+                    for index in range(hosts)
+                ),
+            )
+            for kind in kinds
+        )
+    )
+    return CostModel(
+        gpt_cost(3072, 30),
+        Network(topology, local_bytes_per_s=device.local_bytes_per_s, efficiency=REACHED),
+        devices=(device, device),
+        host_speeds=None if speeds is None else [speed for speed in speeds for _ in range(hosts)],
+        training=Training(
+            batch_samples=_BATCH,
+            state_ratio=6.0,
+            blocking_sends=True,
+            update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
+        ),
+    )
 
 
 def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> ModelCost:

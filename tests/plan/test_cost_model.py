@@ -265,7 +265,13 @@ def test_products_and_moved_bytes_by_hand() -> None:
         shape(Layout(pipeline=2, data=4)), Partition((2, 2))
     )
     assert costs.forward_s[0] == pytest.approx(2 * (1.0 + 4 * 0.01 + 0.1))
-    assert costs.backward_s[0] == pytest.approx(2 * (2.0 + 8 * 0.01 + 0.2))
+    # each microbatch's gradients are read, and the sum read and written; stage 0 has the embedding's, too
+    added_s = 3 * 1e9 / 1e11
+    assert costs.backward_s[0] == pytest.approx(2 * (2.0 + 8 * 0.01 + 0.2 + added_s) + 3 * added_s)
+    fp32 = cost_model(model=model, devices=(device,) * 2, gradient_ratio=2.0).step_costs(
+        shape(Layout(pipeline=2, data=4)), Partition((2, 2))
+    )
+    assert fp32.backward_s[0] - costs.backward_s[0] == pytest.approx(5 * 2 * 1e9 / 1e11)
     # two microbatches of one sample take longer than one of two: a product's own time is there twice
     one = cost_model(model=model, devices=(device,) * 2)
     both = one.step_costs(shape(Layout(pipeline=2, data=4), microbatch_samples=2), Partition((2, 2)))
