@@ -1,10 +1,10 @@
 """Costs that were measured are kept, so that the next start of the same run chooses the same plan, and begins sooner.
 
     key = costs_key(request, structure)                   # of the module, its batch, hosts and links
-    load_costs(key)                                       # Costs, or None
-    save_costs(key, costs)
+    load_costs(key, request.layout.topology)              # Costs, or None
+    save_costs(key, costs, request.layout.topology)
 
-They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
+Speeds and memory are kept by host, whatever ranks these have: launchers may number the nodes otherwise the next time. They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
 ``profile="measure"`` measures anew, and what it finds is kept in their place. Only rank 0 reads and writes.
 """
 
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_holmes.cluster.measure import MAX_AGE_S, cache_folder, fingerprint, write_to_cache
 from lightning_holmes.cluster.record import MAX_TEXT
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
@@ -71,14 +72,15 @@ def costs_key(request: PlanRequest, structure: ModuleStructure) -> str:
             fingerprint(layout.topology),
             layout.placement.pipeline_parallel_size,
             request.world_size,
-            platform.node(),
+            # the names of hosts that were found are in the fingerprint, whichever of them has rank 0
+            platform.node() if request.topology_given or layout.num_hosts == 1 else "",
             torch.cuda.get_device_name(request.device) if request.device.type == "cuda" else platform.processor(),
         ],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def load_costs(key: str, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
+def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
     """What was kept for this key, and says so; None if there is nothing, or it is too old or cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ConfigurationError):
         with (cache_folder() / f"costs-{key}.json").open("rb") as file:
@@ -90,8 +92,8 @@ def load_costs(key: str, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
         described = f"{data['described']}, on {time.strftime('%d %B at %H:%M', time.localtime(at))}"
         return Costs(
             model=model,
-            speeds=tuple(check_number(value, "speeds", positive=True) for value in data["speeds"]),
-            memory=tuple(check_number(value, "memory", positive=True) for value in data["memory"]),
+            speeds=_by_rank(data["speeds"], topology, "speeds"),
+            memory=_by_rank(data["memory"], topology, "memory"),
             described=f'{described}; profile="measure" measures anew',
             update_s_per_byte=check_number(data["update_s_per_byte"], "update_s_per_byte"),
             byte_s=check_number(data["byte_s"], "byte_s"),
@@ -100,9 +102,23 @@ def load_costs(key: str, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
     return None
 
 
-def save_costs(key: str, costs: Costs) -> None:
+def save_costs(key: str, costs: Costs, topology: Topology) -> None:
     """Keep costs for the next start; a warning where that cannot be done."""
     data = asdict(costs) | {"measured_at_s": time.time()}
+    for name in ("speeds", "memory"):
+        data[name] = {
+            host.name: [data[name][rank] for rank in topology.ranks_of_host(host.name)] for host in topology.hosts
+        }
     problem = write_to_cache(f"costs-{key}.json", json.dumps(data))
     if problem is not None:
         rank_zero_warn(f"measured costs are not kept: {problem}")
+
+
+def _by_rank(kept: dict[str, list[float]], topology: Topology, what: str) -> tuple[float, ...]:
+    """What was kept of each host's devices, for the ranks that they have now."""
+    of_rank = {
+        rank: check_number(value, what, positive=True)
+        for host in topology.hosts
+        for rank, value in zip(topology.ranks_of_host(host.name), kept[host.name], strict=True)
+    }
+    return tuple(of_rank[rank] for rank in range(len(of_rank)))

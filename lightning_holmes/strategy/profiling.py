@@ -67,12 +67,12 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     if structure.changed_parameters:
         return f"a step changes {structure.changed_parameters[0]} in place"
     key = costs_key(request, structure) if request.rank == 0 else ""
-    known = load_costs(key) if request.rank == 0 and request.profile != "measure" else None
+    known = load_costs(key, request.layout.topology) if request.rank == 0 and request.profile != "measure" else None
     if _found_on_rank_0(request, known is not None):
         return known
     found = _measure(request, structure)
     if isinstance(found, Costs) and request.rank == 0:
-        save_costs(key, found)
+        save_costs(key, found, request.layout.topology)
     return found
 
 
