@@ -6,6 +6,7 @@ other rows are predicted.
 
     fit = fit_efficiencies()
     for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
+    for row in ZERO3_ROWS: print(row.name, predict_row(row, fit).error, predict_row(through_one_card(row), fit).error)
 
 What physics says, and no row was asked: 1F1B of both systems waits for every transfer between stages where it stands; before
 FlashAttention (2022) the scores of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at
@@ -20,6 +21,10 @@ What is assumed and not in the sources: that the tables' rows ran with that batc
 give); one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a host in Holmes (recalled), eight 200 Gbit/s InfiniBand
 cards a host in Megatron-LM, whose microbatches are 1 beyond 8 B and 4 up to there, and whose pipelines are not interleaved; full recomputation.
 docs/planning.md prints every error and says what this cannot explain.
+
+ZERO3_ROWS are what SC21's table 2 gives for ZeRO-3 without model parallelism (DeepSpeed of 2021): a layer is gathered for its forward and
+again for its backward, gradients are reduced in half precision beside it, and each GPU has one microbatch. As this package's layered order with
+one microbatch. through_one_card is the same as if a host's eight GPUs sent through one of its cards.
 """
 
 from __future__ import annotations
@@ -77,6 +82,7 @@ class PublishedRow:
     source: str
     scores_in_memory: bool = False
     fitted: bool = False
+    sharded_parameters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +155,32 @@ def _megatron(
     )
 
 
+def _zero3(billions: str, hidden: int, layers: int, heads: int, gpus: int, batch: int, tflops: float) -> PublishedRow:
+    row = _megatron(billions, hidden, layers, heads, 1, 1, gpus, batch, tflops)
+    return replace(
+        row,
+        name=f"ZeRO-3 {billions} B, {gpus} GPUs",
+        microbatch=batch // gpus,
+        source="SC21 (arXiv 2104.04473), table 2",
+        sharded_parameters=True,
+    )
+
+
+ZERO3_ROWS: tuple[PublishedRow, ...] = (
+    _zero3("174.6", 12288, 96, 96, 384, 1536, 144),
+    _zero3("174.6", 12288, 96, 96, 768, 1536, 88),
+    _zero3("174.6", 12288, 96, 96, 1536, 1536, 44),
+    _zero3("529.6", 20480, 105, 128, 640, 2560, 138),
+    _zero3("529.6", 20480, 105, 128, 1120, 2240, 98),
+    _zero3("529.6", 20480, 105, 128, 2240, 2240, 48),
+)
+
+
+def through_one_card(row: PublishedRow) -> PublishedRow:
+    """The row as if its hosts had one of their eight cards."""
+    return replace(row, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s / 8)
+
+
 PUBLISHED_ROWS: tuple[PublishedRow, ...] = (
     _holmes(4, "infiniband", 197),
     _holmes(8, "infiniband", 148),
@@ -215,6 +247,8 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         batch_samples=row.batch,
         gradient_ratio=1.0,
         state_ratio=6.0,
+        sharded_optimizer=row.sharded_parameters,
+        sharded_parameters=row.sharded_parameters,
         blocking_sends=True,
         memory_share=1.0,
         update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
@@ -226,7 +260,8 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     samples = row.batch // data
     run = RunShape(
         layout=Layout(pipeline=row.pipeline, tensor=row.tensor, data=data),
-        schedule="1f1b",
+        schedule="breadth_first" if row.sharded_parameters else "1f1b",
+        num_chunks=row.layers if row.sharded_parameters else 1,
         num_microbatches=samples // row.microbatch,
         microbatch_samples=row.microbatch,
         recomputation=True,

@@ -6,7 +6,16 @@ import statistics
 from pathlib import Path
 
 import pytest
-from published import PUBLISHED_ROWS, fit_efficiencies, gpt_cost, hybrid_costs, predict_published, predict_row
+from published import (
+    PUBLISHED_ROWS,
+    ZERO3_ROWS,
+    fit_efficiencies,
+    gpt_cost,
+    hybrid_costs,
+    predict_published,
+    predict_row,
+    through_one_card,
+)
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.partition import Partition
@@ -47,6 +56,19 @@ def test_the_documented_errors_are_the_models() -> None:
         documented = float(re.findall(r"([+-][\d.]+) %", line)[-1])
         assert documented == pytest.approx(100 * entry.error, abs=0.15), entry.row.name
         assert ("fitted" in line) == entry.row.fitted
+
+
+def test_the_documented_errors_of_zero3_are_the_models() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    print()
+    for row in ZERO3_ROWS:
+        each = [predict_row(one, FIT) for one in (row, through_one_card(row))]
+        shown = " | ".join(f"{entry.predicted_tflops:.1f} | {100 * entry.error:+.1f} %" for entry in each)
+        print(f"| {row.name} | {row.tflops:.0f} | {shown} |")
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row.name} | {row.tflops:.0f} |"))
+        documented = [float(number) for number in re.findall(r"([+-][\d.]+) %", line)]
+        assert documented == pytest.approx([100 * entry.error for entry in each], abs=0.15), row.name
+        assert not row.fitted and row.batch == row.hosts * 8 * row.microbatch, "one microbatch a GPU"
 
 
 def test_flops_of_a_step_are_the_tables_formula() -> None:
