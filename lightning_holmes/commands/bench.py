@@ -77,7 +77,7 @@ def main(args: list[str]) -> None:
     topology = make_topology(
         options.hosts or case.hosts,
         devices=options.processes,
-        fast_bytes_per_s=parse_rate(options.fast, source="--fast"),
+        fast_bytes_per_s=parse_rate(options.fast or case.fast, source="--fast"),
         ethernet_bytes_per_s=parse_rate(options.ethernet or case.ethernet, source="--ethernet"),
     )
     workload = Workload(
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="CORES",
         help="of each host; or one of each cluster's hosts",
     )
-    network.add_argument("--fast", default="1gbit", help="rate inside clusters")
+    network.add_argument("--fast", help="rate inside clusters; by default the case's")
     network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
     training = parser.add_argument_group("training")
     training.add_argument("--hidden-size", type=int, default=defaults.hidden_size)

@@ -348,9 +348,9 @@ class CostModel:
                 out, back = self._carried(group, trained, self.is_dtensor(layout))
                 if (
                     self.training.sharded_parameters
-                ):  # frozen ones are gathered, too; and again, but for a rank's last stage
+                ):  # frozen ones are gathered, too; and again, but for a rank's last two stages
                     held = math.fsum(place.parameter_bytes for place in places) / layout.tensor
-                    again = stage < partition.num_stages - layout.pipeline
+                    again = stage < partition.num_stages - NUM_WHOLE * layout.pipeline
                     back = self._carried(group, held, sharded=True)[1] * (1 + again)
                 moved = (out + back) / 2
                 here = sent.setdefault(group.channel.transport, Counter())

@@ -346,30 +346,37 @@ def test_ranks_that_send_in_a_ring_do_not_wait_for_ever(name: str) -> None:
 
 
 def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
-    """One rank, two stages, two microbatches; gathers of 3 s and reductions of 2 s share a lane, and run beside computing."""
+    """One rank, three stages, two microbatches; gathers of 3 s and reductions of 2 s share a lane, and run beside computing."""
     costs = StepCosts(
-        forward_s=(1, 1), backward_s=(2, 2), fetch_s=(3, 3), reduce_s=(2, 2), overlap_reduce=True, update_s=(1,)
+        forward_s=(1,) * 3, backward_s=(2,) * 3, fetch_s=(3,) * 3, reduce_s=(2,) * 3, overlap_reduce=True, update_s=(1,)
     )
-    timeline = run("breadth_first", costs, 2, ranks=1, chunks=2)
+    timeline = run("breadth_first", costs, 2, ranks=1, chunks=3)
     lane = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("gather", "reduce")]
-    # F0 from 3; FT1, asked for with FT0, ends at 6; FT0 again is asked for when stage 1 begins; R1 when its backwards end at 12
+    # F0 from 3; FT1, asked for with FT0, ends at 6; stage 1 stays while stage 2 is computed; FT0 again is asked for when the
+    # backwards of stage 1 begin, after R2
     assert lane == [
         (0, 3, "gather", 0),
         (3, 6, "gather", 1),
-        (6, 9, "gather", 0),
-        (12, 14, "reduce", 1),
-        (16, 18, "reduce", 0),
+        (6, 9, "gather", 2),
+        (15, 17, "reduce", 2),
+        (17, 20, "gather", 0),
+        (20, 22, "reduce", 1),
+        (24, 26, "reduce", 0),
     ]
     computed = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("forward", "backward")]
     assert computed == [
         (3, 4, "forward", 0),
         (4, 5, "forward", 0),
         (6, 7, "forward", 1),
-        (7, 9, "backward", 1),
-        (9, 10, "forward", 1),
-        (10, 12, "backward", 1),
-        (12, 14, "backward", 0),
-        (14, 16, "backward", 0),
+        (7, 8, "forward", 1),
+        (9, 10, "forward", 2),
+        (10, 12, "backward", 2),
+        (12, 13, "forward", 2),
+        (13, 15, "backward", 2),
+        (15, 17, "backward", 1),
+        (17, 19, "backward", 1),
+        (20, 22, "backward", 0),
+        (22, 24, "backward", 0),
     ]
-    # 3 s before the first forward, 1 s before stage 1, 2 s of the last reduction
-    assert timeline.step_s == 18 + 1 and timeline.exposed_s["data_parallel"] == 3 + 1 + 2
+    # before the first forward, before stages 1 and 2, before the backwards of stage 0, and the last reduction
+    assert timeline.step_s == 26 + 1 and timeline.exposed_s["data_parallel"] == 3 + 1 + 1 + 1 + 2

@@ -190,7 +190,7 @@ def small_bed() -> PredictionBed:
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
 def test_layered_steps_send_three_times_the_parameters_however_many_microbatches() -> None:
-    """Two workers: a layer's weights come twice a step, but for the last one, and its gradient goes once; by the kernel's counters.
+    """Two workers: a layer's weights come twice a step, but for the last two, and its gradient goes once; by the kernel's counters.
     At most 1.10 of 3 P (D-1)/D."""
     sent = {}
     with Testbed(job_of(2).topology, TestbedOptions(cpu_share=0.4)) as bed:
@@ -210,3 +210,21 @@ def test_layered_steps_send_three_times_the_parameters_however_many_microbatches
             sent[count] = (result.fast_bytes + result.ethernet_bytes) / (4 * workload.num_parameters * 3 / 2)
     assert all(0.85 < ratio < 1.10 for ratio in sent.values()), sent
     assert sent[4] < 1.03 * sent[1], sent
+
+
+def test_every_case_has_its_floor_and_strategies_that_can_be_made() -> None:
+    job = job_of(4)
+    for name, case in CASES.items():
+        assert case.contenders[0] == bench.FLOOR, name
+        of_case = dataclasses.replace(job.workload, microbatches=case.microbatches)
+        for contender in case.contenders:
+            CONTENDERS[contender].make_strategy(dataclasses.replace(job, workload=of_case))
+
+
+def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"forward": 2.0, "backward": 4.0, "wait": 0.3, "reduce": 0.5, "update": 0.2, "other": 1.0}
+    watched = Result(name="x", title="X", rank_steps_s=[[8.0]], seconds_by_kind=seconds)
+    Report(results=[watched], floor="x", network="none", command="none", facts={}).print()
+    shown = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert "5.0%" in shown[0] and "forward and backward" in shown[0]
+    assert "10.0%" in shown[1] and "of the step" in shown[1]

@@ -171,8 +171,21 @@ def _kinds_table(results: Sequence[Result]) -> Table:
         table.add_column(result.title, justify="right")
     for kind, title in _KINDS.items():
         table.add_row(title, *(f"{result.seconds_by_kind[kind]:.2f}" for result in results))
+    shares = [_exposed_shares(result.seconds_by_kind) for result in results]
+    table.add_row("waited, as a share of forward and backward", *(f"{waited:.1%}" for waited, _ in shares))
+    table.add_row(
+        "waited or reduced with nothing to hide it, of the step", *(f"{exposed:.1%}" for _, exposed in shares)
+    )
     table.add_row("together", *(f"{sum(result.seconds_by_kind.values()):.2f}" for result in results))
     return table
+
+
+def _exposed_shares(seconds: Mapping[str, float]) -> tuple[float, float]:
+    """What is waited of the computing time, which is a pipeline's bubble where transfers are hidden; and all that is exposed, of
+    the step."""
+    computed = seconds["forward"] + seconds["backward"]
+    exposed = seconds["wait"] + seconds["reduce"]
+    return seconds["wait"] / (computed or 1.0), exposed / (sum(seconds.values()) or 1.0)
 
 
 def mean_by_kind(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -124,6 +124,27 @@ def make_fsdp2(job: BenchmarkJob) -> Strategy:
     )
 
 
+def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strategy]:
+    """Layered accumulation over all processes, parameters in shards."""
+    return lambda job: HolmesStrategy(
+        pipeline_parallel_size=1,
+        sharded_parameters=True,
+        num_microbatches=job.workload.microbatches,
+        gradient_sync=gradient_sync,
+    )
+
+
+def make_breadth_first(job: BenchmarkJob) -> Strategy:
+    """A pipeline of all processes, a layer a stage as far as they divide, all microbatches through one before the next."""
+    return HolmesStrategy(
+        pipeline_parallel_size=job.world_size,
+        schedule="breadth_first",
+        num_chunks=max(1, job.workload.num_layers // job.world_size),
+        num_microbatches=max(job.world_size, job.workload.microbatches),
+        partition="uniform",
+    )
+
+
 def make_pipeline_with_zero1(job: BenchmarkJob) -> Strategy:
     """Two stages, 1F1B, optimizer states in shards."""
     return HolmesStrategy(
@@ -193,9 +214,40 @@ _ALL = (
     Contender(
         name="layered",
         title="Holmes, layered, parameters in shards",
+        make_strategy=make_layered(),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
+    Contender(
+        name="layered-reduce-scatter",
+        title="Holmes, layered, by gloo's reduce-scatter",
+        make_strategy=make_layered("reduce_scatter"),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
+    Contender(
+        name="layered-p2p",
+        title="Holmes, layered, by messages",
+        make_strategy=make_layered("p2p"),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
+    Contender(
+        name="layered-whole",
+        title="Holmes, layered, ZeRO-1, parameters whole",
         make_strategy=lambda job: HolmesStrategy(
-            pipeline_parallel_size=1, sharded_parameters=True, num_microbatches=job.workload.microbatches
+            pipeline_parallel_size=1,
+            schedule="breadth_first",
+            sharded_optimizer=job.world_size > 1,
+            num_microbatches=job.workload.microbatches,
         ),
+        accumulates=False,
+        gloo_on_ethernet=False,
+    ),
+    Contender(
+        name="breadth-first",
+        title="Holmes, breadth-first pipeline of all hosts, bubble (P-1)/(M V)",
+        make_strategy=make_breadth_first,
         accumulates=False,
         gloo_on_ethernet=False,
     ),
@@ -238,12 +290,14 @@ class BenchmarkCase:
 
     Attributes:
         hosts: of each cluster.
-        ethernet: the rate between clusters; inside it is a gigabit a second.
+        ethernet: the rate between clusters.
+        fast: the rate inside them.
     """
 
     contenders: tuple[str, ...]
     hosts: tuple[int, ...] = (2, 2)
     ethernet: str = "100mbit"
+    fast: str = "1gbit"
     microbatches: int = 1
 
 
@@ -254,5 +308,21 @@ CASES = {
         hosts=(4,),
         ethernet="1gbit",
         microbatches=4,
+    ),
+    **{
+        f"ethernet-{rate}": BenchmarkCase(
+            contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "layered-whole", "zero1"),
+            hosts=(4,),
+            ethernet=rate,
+            fast=rate,
+            microbatches=4,
+        )
+        for rate in ("1gbit", "250mbit")
+    },
+    "reductions": BenchmarkCase(
+        contenders=("floor", "layered-reduce-scatter", "layered-p2p"), hosts=(4,), ethernet="1gbit", microbatches=4
+    ),
+    "breadth-first": BenchmarkCase(
+        contenders=("floor", "breadth-first", "zero1"), hosts=(4,), ethernet="1gbit", microbatches=4
     ),
 }

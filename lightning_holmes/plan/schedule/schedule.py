@@ -167,7 +167,8 @@ def around_stages(
 ) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
     """What stands before and after the computations of a rank, by their places: fetches; reductions and releases.
 
-    A stage is held from its first computation to its last one; with ``lets_go`` only as long as no other stage is computed.
+    A stage is held from its first computation to its last one; with ``lets_go`` no longer than while one other stage is computed,
+    so that never more than two are here: the last one of the forwards waits for its backwards, and so does the one before it.
     """
     last = {compute.stage: index for index, compute in enumerate(order)}
     held: list[tuple[int, int, int]] = []  # stage, first and last computation
@@ -179,12 +180,14 @@ def around_stages(
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     ahead = held[0][1] if held else 0
-    for stage, begins, ends in held:
-        before.setdefault(ahead, []).append(Action(Op.FETCH, stage, WHOLE_BATCH))
+    for place, (stage, begins, ends) in enumerate(held):
+        if place < 2 or held[place - 2][0] != stage:
+            before.setdefault(ahead, []).append(Action(Op.FETCH, stage, WHOLE_BATCH))
         ahead = begins
         if ends == last[stage] and not forward_only:
             after.setdefault(ends, []).append(Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH))
-        after.setdefault(ends, []).append(Action(Op.RELEASE, stage, WHOLE_BATCH))
+        if place + 2 >= len(held) or held[place + 2][0] != stage:
+            after.setdefault(ends, []).append(Action(Op.RELEASE, stage, WHOLE_BATCH))
     return before, after
 
 
