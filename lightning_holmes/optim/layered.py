@@ -173,6 +173,10 @@ class LayeredReducer:
 
     def _sum(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         for part, buffer in zip(parts, buffers, strict=True):
+            if (
+                buffer.is_cuda
+            ):  # what several stages read has memory that nobody keeps until the queue's stream is done with it
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
             if self._collective is not None:
                 self._collective.scatter(buffer)
             share = buffer.view(self.shards.size, -1)[self.shards.rank]

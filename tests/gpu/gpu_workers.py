@@ -136,3 +136,80 @@ def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
 
 def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return [train(case) for case in cases]
+
+
+class Deep(LightningModule):
+    """Twelve layers of 16 MiB each, and little else: what a step holds is parameters, gradients and states."""
+
+    width, batch = 2048, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(self.width, self.width, bias=False) for _ in range(12))
+        for layer in self.layers:
+            torch.nn.init.orthogonal_(layer.weight)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(6 * self.batch, self.width, generator=torch.Generator().manual_seed(1))
+        return DataLoader(inputs, batch_size=self.batch)
+
+
+class PeakMemory(Callback):
+    """The most memory of the device from the third step on, and a step in which torch raises where the host would wait."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            torch.cuda.reset_peak_memory_stats()
+        self.peak = torch.cuda.max_memory_allocated()
+
+
+class Unwaiting(lightning_holmes.HolmesStrategy):
+    """Raises where the fourth batch's step would wait for the device."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self.lightning_module.trainer.global_step  # type: ignore[union-attr]
+        torch.cuda.set_sync_debug_mode("error" if batch == 3 else "default")
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def peak_memory(options: dict[str, Any]) -> dict[str, Any]:
+    """Six steps of two replicas that see the same samples; the peak above what was there before the trainer."""
+    seed_everything(0)
+    module, losses, peak = Deep(), Losses(), PeakMemory()
+    in_shards = options["in_shards"]
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        strategy=Unwaiting(sharded_parameters=True, num_microbatches=2) if in_shards else "ddp",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses, peak],
+    )
+    trainer.fit(module)
+    parameters = 4 * sum(p.numel() for p in module.parameters())
+    return {
+        "losses": losses.values,
+        "peak": peak.peak,
+        "parameters": parameters,
+        "layer": parameters // 12,
+        "activations": 32 * 2**20,  # what cuBLAS keeps for its products among it
+    }

@@ -35,6 +35,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "reduce_scatter", "bucket_bytes": 4096},
     ),
+    "data 2, in shards": (2, {"sharded_parameters": True, "num_microbatches": 2}),
+    "data 2, in shards, p2p": (2, {"sharded_parameters": True, "num_microbatches": 4, "gradient_sync": "p2p"}),
+    "pipeline 2 x data 2, in shards": (
+        4,
+        {"pipeline_parallel_size": 2, "sharded_parameters": True, "num_microbatches": 2, "num_chunks": 2},
+    ),
     "pipeline 4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}),
 }
 TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2, "16-mixed": 2e-2}
@@ -79,7 +85,16 @@ def test_losses_and_weights_equal_those_of_one_process(
                 assert close or precision != "32-true", f"{name}: {key}"
 
 
-@pytest.mark.parametrize("layouts", [("pipeline 2", "data 2"), ("data 2", "pipeline 2, interleaved")], ids="-".join)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("pipeline 2", "data 2"),
+        ("data 2", "pipeline 2, interleaved"),
+        ("pipeline 2", "data 2, in shards"),
+        ("data 2, in shards", "data 2"),
+    ],
+    ids="-".join,
+)
 def test_validation_and_a_resume_in_another_layout_equal_one_process(layouts: tuple[str, str], tmp_path: Path) -> None:
     (plain,) = launch(1, "gpu_workers:stop_and_resume", {"folder": str(tmp_path / "plain"), "holmes": [None, None]})
     payload = {"folder": str(tmp_path / "staged"), "holmes": [LAYOUTS[name][1] for name in layouts]}
@@ -95,6 +110,29 @@ def test_validation_and_a_resume_in_another_layout_equal_one_process(layouts: tu
             for name in ("val_loss", "val_mean"):  # the training loss is each replica's own
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
         assert found["device"].startswith("cuda")
+
+
+def test_in_shards_a_rank_holds_its_share_and_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
+    """Two replicas of 12 layers: above its start a rank holds half of parameters, gradients and states, and, for two layers, whole
+    weights and gradients; DDP holds everything. torch raises in a step where the host would wait for the device."""
+    found = {}
+    for name in ("in shards", "ddp"):
+        workers = launch_raw(
+            2,
+            "gpu_workers:peak_memory",
+            {"in_shards": name == "in shards"},
+            timeout_s=280,
+            folder=tmp_path / name,
+            environment=ranks_on_one_gpu,
+        )
+        assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
+        found[name] = pickle.loads((tmp_path / name / "result0").read_bytes())
+    in_shards, ddp = found["in shards"], found["ddp"]
+    print(f"peak above the start: {in_shards['peak'] / 2**20:.0f} MiB in shards, {ddp['peak'] / 2**20:.0f} MiB by DDP")
+    everything = 4 * in_shards["parameters"]
+    assert in_shards["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+    assert in_shards["peak"] <= everything / 2 + 4 * in_shards["layer"] + in_shards["activations"]
+    assert ddp["peak"] >= everything
 
 
 @pytest.mark.benchmark

@@ -7,14 +7,15 @@ import pytest
 from host_read_cases import Stack, train
 from launch import launch
 
-HOST_TENSORS = {"comm/p2p.py", "pipeline/checksum.py"}
-"""Their reads are of tensors on the host: messages, and sums that have come there by themselves."""
+HOST_TENSORS = {"comm/p2p.py", "pipeline/checksum.py", "optim/loss_weights.py"}
+"""Their reads are of tensors on the host: messages, sums that have come there by themselves, weights of microbatches."""
 
 
 def test_a_step_reads_no_values_and_results_and_differing_batches_are_told_all_the_same() -> None:
     Stack.setup = lambda self, stage: None  # type: ignore[method-assign]
     plain = train("auto")["outputs"]
-    for trained, differing in launch(2, "host_read_cases:on_each_rank"):
+    for trained, differing, in_shards in launch(2, "host_read_cases:on_each_rank"):
         assert trained["outputs"] == pytest.approx(plain, rel=1e-6)
         assert set(trained["reads"]) <= HOST_TENSORS, trained["reads"]
+        assert set(in_shards["reads"]) <= HOST_TENSORS, in_shards["reads"]
         assert differing["steps"] == 5 and "another batch" in differing["error"]
