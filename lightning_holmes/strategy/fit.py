@@ -167,7 +167,7 @@ class Fit(Run):
                 "sharded_parameters=True needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
             )
         (optimizer,) = self.trainer.strategy.optimizers
-        refusal = sharding.refusal_of(found, optimizer, self.trainer)
+        refusal = sharding.refusal_of_shards(found, optimizer, self.trainer)
         if refusal:
             raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
         return make_layered_gradients(
@@ -233,7 +233,7 @@ class Fit(Run):
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
         """Let averages of weights cover all stages and shares, and norms of gradients all stages."""
         undo, groups = self.context.undo, self.job.groups
-        if stages is not None or self.options.sharded_parameters:
+        if stages is not None or self.options.sharded_parameters is not False:
             first = self.job.place_of_rank_0[1]
             averages = WeightAverages(
                 self.trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=first

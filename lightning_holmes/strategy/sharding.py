@@ -22,6 +22,7 @@ from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
+from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
 
@@ -188,9 +189,15 @@ def why_not_sharded(
     """
     if compression is not None:
         return f"compression={compression!r} is not exact, and each replica would own the only copy of its share"
-    refusal = refusal_of(found, optimizer, trainer) if found is not None and optimizer is not None else ""
+    refusal = "" if found is None or optimizer is None else refusal_of_shards(found, optimizer, trainer)
     readers = [f"{reader} reads whole gradients" for reader in gradient_readers(trainer)]
     return refusal or next(iter(readers), None)
+
+
+def refusal_of_shards(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+    """Likewise why parameters cannot live in shards."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return refusal_of(found, optimizer, trainer) or refusal_of_averages(callbacks)
 
 
 def gradient_readers(trainer: "pl.Trainer") -> list[str]:

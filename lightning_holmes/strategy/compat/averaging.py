@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from torch import Tensor, nn
 
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import average_model, averaging_functions
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -77,15 +76,10 @@ class WeightAverages(Replacements):
     # averages in shards
 
     def shard(self, shards: StageShards) -> None:
-        """The module's parameters are in ``shards`` from now on: so are the averages. All replicas call.
-
-        Raises:
-            UnsupportedModuleError: an average is not taken element by element, or by code of the user's own.
-        """
+        """The module's parameters are in ``shards`` from now on: so are the averages. All replicas call."""
         self._shards = shards
         for callback in self._callbacks:
             average = average_model(callback)
-            _refuse_own_ways(callback, average)
             parameters = dict(
                 (average if isinstance(callback, StochasticWeightAveraging) else average.module).named_parameters()
             )
@@ -224,22 +218,20 @@ def _parts_of(shards: StageShards, recurse: bool = True) -> Iterator[nn.Paramete
         yield nn.Parameter(shards.own(name), requires_grad=parameter.requires_grad)
 
 
-def _refuse_own_ways(callback: Callback, average: nn.Module) -> None:
-    """Stop where an average may need more of a parameter than a replica's part."""
-    kind = type(callback).__name__
-    for name in (*_HOOKS, "update_parameters", "transfer_weights"):
-        method = getattr(type(callback), name, None)
-        if method is not None and not method.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            raise UnsupportedModuleError(
-                f"sharded_parameters=True: {kind}.{name} is not Lightning's, and may read whole parameters, of which each replica "
-                f"holds a share; use sharded_parameters=False, or override should_update only"
-            )
-    for function, is_multiple in averaging_functions(callback):
-        if not _is_elementwise(function, is_multiple):
-            raise UnsupportedModuleError(
-                f"sharded_parameters=True: the average of {kind} treats elements of a parameter unlike when it sees a part of them, "
-                f"and each replica holds a share; use sharded_parameters=False, or a function that goes by elements"
-            )
+def refusal_of_averages(callbacks: Iterable[Callback]) -> str:
+    """Why an average among ``callbacks`` may need more of a parameter than a replica's part; empty if none does."""
+    for callback in callbacks:
+        if not isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            continue
+        kind = type(callback).__name__
+        for name in (*_HOOKS, "update_parameters", "transfer_weights"):
+            method = getattr(type(callback), name, None)
+            if method is not None and not method.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                return f"{kind}.{name} is not Lightning's, and may read whole parameters (override should_update only)"
+        for function, is_multiple in averaging_functions(callback) if average_model(callback) is not None else ():
+            if not _is_elementwise(function, is_multiple):
+                return f"the average of {kind} treats elements of a parameter unlike when it sees a part of them"
+    return ""
 
 
 def _is_elementwise(function: Callable[..., Any], is_multiple: bool) -> bool:
