@@ -6,6 +6,7 @@ are attributes that are exchanged while a run lasts, by lightning_holmes.strateg
 """
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +185,16 @@ handles_unscaling = _optimizer_handles_unscaling
 def reset_optimizers(strategy: Any) -> None:
     """Let go of a strategy's optimizers and schedulers before it is set up with new ones."""
     strategy._reset_optimizers_and_schedulers()
+
+
+def collects_checkpoint() -> bool:
+    """Whether Lightning is collecting a checkpoint at this moment, up the stack, which it hands on when it has collected it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "dump_checkpoint":
+            return str(frame.f_globals.get("__name__", "")).endswith("trainer.connectors.checkpoint_connector")
+        frame = frame.f_back
+    return False
 
 
 # callbacks and loggers

@@ -360,6 +360,15 @@ def test_optimizers_move_their_states_and_tell_whether_they_unscale(tmp_path: Pa
     assert strategy.optimizers == [] and strategy.lr_scheduler_configs == []
 
 
+def test_a_checkpoint_is_collected_under_a_name_that_is_known(tmp_path: Path) -> None:
+    trainer, seen = trainer_for(tmp_path), []
+    trainer.strategy.connect(BoringModel())
+    own = trainer.strategy.lightning_module_state_dict
+    trainer.strategy.lightning_module_state_dict = lambda: seen.append(private.collects_checkpoint()) or own()  # type: ignore[method-assign, func-returns-value]
+    trainer.save_checkpoint(tmp_path / "any.ckpt", weights_only=True)
+    assert seen == [True] and not private.collects_checkpoint()
+
+
 # callbacks and loggers
 
 

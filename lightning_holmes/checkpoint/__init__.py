@@ -6,7 +6,7 @@ CheckpointManager is what the strategy asks.
 
 from lightning_holmes.checkpoint.loading import read_plan, read_state_dict
 from lightning_holmes.checkpoint.manager import CheckpointManager, Job, is_local
-from lightning_holmes.checkpoint.parts import module_part, optimizer_part, owned
+from lightning_holmes.checkpoint.parts import Deferred, module_part, optimizer_part, owned
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
     keep_local_parameters,
@@ -19,6 +19,7 @@ from lightning_holmes.checkpoint.restoring import load_module_state, load_optimi
 
 __all__ = [
     "CheckpointManager",
+    "Deferred",
     "Job",
     "fill_whole_module",
     "is_local",

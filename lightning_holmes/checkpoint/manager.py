@@ -85,6 +85,8 @@ class CheckpointManager:
         self._staging = Staging()
         self._file_systems: dict[str, FileSystems] = {}
         self._last: Meeting | None = None
+        self.finish_reading: Callable[[], None] = lambda: None
+        """Of the values of the next folder: what ranks do together when one has read its own."""
 
     def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
         """Whether checkpoints are folders; a CheckpointIO plugin of the user's gets files, as it expects."""
@@ -124,6 +126,8 @@ class CheckpointManager:
         save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
+        finish, self.finish_reading = self.finish_reading, lambda: None
+        save = replace(save, finish=finish)
         meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
 

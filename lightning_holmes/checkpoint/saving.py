@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class FolderSave:
     """What one rank brings to a save.
 
     ``rest`` is the file with everything that is no part, ``order`` the names of the whole ``state_dict``; both count
-    on rank 0. ``num_optimizers`` is None where optimizer states are not saved.
+    on rank 0. ``num_optimizers`` is None where optimizer states are not saved. ``finish`` is called when this rank has read its
+    values: others may still need it for theirs.
     """
 
     target: Path
@@ -46,6 +47,7 @@ class FolderSave:
     num_optimizers: int
     rest: bytes
     plan: str
+    finish: Callable[[], None] = lambda: None
 
     def run(self, meeting: Meeting) -> None:
         """Write; every rank must call.
@@ -74,6 +76,7 @@ class FolderSave:
             }
         except Exception as error:
             message = {"error": not_written(meeting.rank, self.target, error)}
+        self.finish()
         gathered = [json.loads(m) for m in meeting.gather("parts", json.dumps(message).encode())]
         announcement: dict[str, Any] = {"error": next((m["error"] for m in gathered if "error" in m), "")}
         if rank == 0 and not announcement["error"]:

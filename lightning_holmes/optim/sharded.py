@@ -15,6 +15,7 @@ Numbers: those of the optimizer unsharded. With ``master_weights`` pieces are fp
 are rounded from them after each step (as Megatron's distributed optimizer does).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
 from lightning_holmes.optim.shards import Piece
@@ -311,6 +313,27 @@ class ShardedOptimizer:
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
         self.finish()
+        return self._join(self._pieces, self._states_of_pieces(), destination)
+
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+        """The same on :meth:`destination`, a bucket at a time, when somebody takes its states: the keys of those that come here,
+        and what brings them. All replicas call, and take or finish."""
+        self.finish()
+        local = self._states_of_pieces()
+        keys: dict[str, list[str]] = {}
+        buckets: dict[int, list[Piece]] = {}
+        by_name: dict[str, list[Piece]] = {}
+        for piece in self._pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+        for name in self._group_of:  # the order in which they are written
+            for piece in by_name[name]:
+                buckets.setdefault(piece.bucket, []).append(piece)
+                if piece in local and self.destination(name) == self._rank:
+                    keys[name] = list(local[piece])
+        steps = [functools.partial(self._join, pieces, local, self.destination) for pieces in buckets.values()]
+        return keys, Lockstep(steps)
+
+    def _states_of_pieces(self) -> dict[Piece, dict[str, Any]]:
         local: dict[Piece, dict[str, Any]] = {}
         for piece, tensor in self._tensors.items():
             state = self.optimizer.state.get(tensor, {})
@@ -318,9 +341,17 @@ class ShardedOptimizer:
                 local[piece] = dict(state)
                 if self._master:
                     local[piece][MASTER_WEIGHT] = tensor.detach()
+        return local
+
+    def _join(
+        self,
+        pieces: Sequence[Piece],
+        local: Mapping[Piece, Mapping[str, Any]],
+        destination: Callable[[str], int] | None,
+    ) -> dict[str, dict[str, Any]]:
         return collect_states(
-            self._pieces,
-            local,
+            pieces,
+            {piece: local[piece] for piece in pieces if piece in local},
             self._memory.parameters,
             element_keys=self._element_keys,
             group=self._replicas,

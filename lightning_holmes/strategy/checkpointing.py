@@ -27,13 +27,14 @@ from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.lightning_private import restore_loaders
+from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Run
+from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,25 @@ class RunCheckpoints:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
-            return shards.collect(shards.destination if self._writes_folders else lambda name: first)
+            if not self._writes_folders:
+                return shards.collect(lambda name: first)
+            if not self._reads_when_written:
+                return shards.collect(shards.destination)
+            keys, states = shards.collect_in_steps()
+        self.manager.finish_reading = states.finish
+
+        def entry(name: str, key: str) -> checkpoints.Deferred:
+            return checkpoints.Deferred(place=(name, key), read=functools.partial(states.take, name, key))
+
+        return {name: {key: entry(name, key) for key in of_name} for name, of_name in keys.items()}
+
+    @property
+    def _reads_when_written(self) -> bool:
+        """Whether a folder's values may be brought when they are written: nobody looks at them before."""
+        module, callbacks = self.module, self.module.trainer.callbacks  # type: ignore[attr-defined]
+        if self.manager.background or self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
+            return False
+        return not list(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
 
     def _gathering_rank(self) -> int | None:
         """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others."""
