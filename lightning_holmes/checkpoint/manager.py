@@ -225,14 +225,33 @@ class CheckpointManager:
         if leads:
             self._writer.afterwards(functools.partial(atomic.remove, target))
 
-    def finish(self, *, failed: bool = False, alone: bool = False) -> None:
+    def finish(
+        self,
+        *,
+        failed: bool = False,
+        alone: bool = False,
+        all_gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
         """Wait for the present write; after a failure of the run only a moment, unless this process is ``alone``.
 
+        Args:
+            all_gather: what each rank gives; all call it where they write in the background.
+
         Raises:
-            CheckpointError: the write has failed, and the run has not.
+            CheckpointError: the write has failed, on any rank, and the run has not.
         """
         if not failed:
-            self._writer.wait()
+            error: Exception | None = None
+            try:
+                self._writer.wait()
+            except Exception as own:
+                error = own
+            problems = all_gather(None if error is None else str(error)) if self.background else []
+            others = [problem for problem in problems if problem is not None]  # one file is rank 0's alone
+            if error is None and others:
+                error = CheckpointError(others[0])
+            if error is not None:
+                raise error
             return
         try:
             self._writer.wait(timeout_s=None if alone else _TOGETHER.total_seconds())

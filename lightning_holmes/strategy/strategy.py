@@ -437,10 +437,13 @@ class HolmesStrategy(ParallelStrategy):
         if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
         super().teardown()
-        failed = self._connection is not None and self._connection.failed
-        self._manager.finish(failed=failed, alone=self.world_size == 1)
-        if self._connection is not None:
-            self._connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
+        connection = self._connection
+        if connection is None:
+            self._manager.finish(alone=True)
+            return
+        with self._explaining():
+            self._manager.finish(failed=connection.failed, alone=self.world_size == 1, all_gather=connection.all_gather)
+        connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
 
     # steps
 

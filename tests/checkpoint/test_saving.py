@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from launch import launch
 
-from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, read_state_dict, saving
+from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, manager, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
@@ -257,11 +257,30 @@ def save_where_nobody_can(folder: str) -> list[list[str]]:
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
         results.append(said)
+    results.append([fail_at_the_end(Path(folder))])
     return results
 
 
+def fail_at_the_end(folder: Path) -> str:
+    """What a fit raises whose last write, of one file and in the background, finds rank 0's disk full."""
+    from checkpoint_cases import SaveAt, fit, make_data_file
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    manager.save_to = full_disk  # of this process, which ends with the test
+    try:
+        holmes = {"save_distributed_checkpoint": False, "async_checkpoint": True}
+        fit(make_data_file(folder), "pp2xdp2", callbacks=[SaveAt({6: folder / "last.ckpt"})], holmes=holmes)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def test_all_ranks_are_told_where_rank_0_alone_cannot_write(tmp_path: Path) -> None:
-    for folder, file in launch(2, "test_saving:save_where_nobody_can", str(tmp_path)):
+    for folder, file, (at_the_end,) in launch(2, "test_saving:save_where_nobody_can", str(tmp_path)):
+        assert at_the_end.startswith("CheckpointError") and "last.ckpt" in at_the_end and "by rank 0" in at_the_end
+        assert "No space left" in at_the_end
         for below, zero, good in (folder, file):
             assert "CheckpointError" in below and "rank 0" in below and "bytes" in below
             assert "ConfigurationError" in zero and "zero character" in zero
