@@ -18,13 +18,14 @@ from typing import Any
 
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
-from lightning_holmes.errors import RemoteError
+from lightning_holmes.errors import RemoteError, UnevenDataError
 
 _KEY = "failure"
 _FIRST_KEY = "first"
 _SEEN_KEY = "seen"
 _END_KEY = "end"
 _DOUBT_KEY = "doubt"
+_ABSENT_KEY = "absent"
 _DONE_KEY = "done"
 _LEFT_KEY = "left"
 _NOTICE_S = 10.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
@@ -71,6 +72,8 @@ class FailureWatch:
         self.on_doubt: Callable[[Any], None] | None = None
         """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
         stuck. None: nobody asks any more."""
+        self.on_absence: Callable[[int], bool] = lambda batch: False
+        """Whether the last step that this rank has begun is that batch's; asked in a thread."""
         self._cause: Failure | None = None
         self._answered = time.monotonic()
         self._gone = threading.Event()
@@ -136,6 +139,18 @@ class FailureWatch:
         with contextlib.suppress(Exception):  # the store's own rank is gone
             self._store.set(self._key(_DOUBT_KEY), "1")
 
+    def tell_absence(self, batch: int, words: str) -> None:
+        """Tell that this rank has left a batch before its step, with what to say if another one is in it."""
+        self._store.set(self._key(_ABSENT_KEY), json.dumps([self._rank, batch, words]))
+
+    def _compare_absence(self) -> None:
+        """Where a rank waits in a batch for one that has left it, both end."""
+        if not self._store.check([self._key(_ABSENT_KEY)]):
+            return
+        rank, batch, words = json.loads(self._store.get(self._key(_ABSENT_KEY)))
+        if rank != self._rank and self.on_absence(batch) and self._store.add(self._key(_FIRST_KEY), 1) == 1:
+            self._store.set(self._key(_KEY), json.dumps([rank, f"{UnevenDataError.__name__}: {words}"]))
+
     def _answer(self) -> None:
         asked = self.on_doubt
         if asked is not None and self._store.check([self._key(_DOUBT_KEY)]):
@@ -143,7 +158,8 @@ class FailureWatch:
             threading.Thread(target=asked, args=(self._store,), name="holmes-doubt", daemon=True).start()
 
     def explain(self, exception: BaseException) -> BaseException:
-        """``exception`` itself, or what another rank reported if this one merely lost its connection to it."""
+        """``exception`` itself, or what another rank reported if this one merely lost its connection to it; also of this one,
+        which has left a batch that others are in."""
         if isinstance(exception, RemoteError) or not is_lost(exception):
             return exception
         end = time.monotonic() + _CAUSE_S
@@ -151,8 +167,11 @@ class FailureWatch:
         while self._cause is None and time.monotonic() < end and self._reachable():
             time.sleep(0.05)
         cause = self._cause
-        if cause is None or cause.rank == self._rank:
+        if cause is None:
             return exception
+        if cause.rank == self._rank:
+            kind, _, words = cause.words.partition(": ")
+            return UnevenDataError(words) if kind == UnevenDataError.__name__ else exception
         return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
 
     def stop(self) -> None:
@@ -189,6 +208,7 @@ class FailureWatch:
                 if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
                 self._answer()
+                self._compare_absence()
                 self._leave()
                 self._cause = cause = self._look() or self._cause
                 self._answered = time.monotonic()

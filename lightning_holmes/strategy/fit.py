@@ -270,6 +270,8 @@ class Fit(Run):
                 f"that steps once a batch"
             )
         self._has_stepped = True
+        if self._lockstep is not None:
+            self._lockstep.begin_step()
         if self._clock is not None:
             self._clock.begin_step(step)
         for optimizer in trainer.strategy.optimizers:

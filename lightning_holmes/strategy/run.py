@@ -82,6 +82,7 @@ class Run:
         self.plan: Plan
         self.context = context
         self._signals: BatchSignals | None = None
+        self._lockstep: Lockstep | None = None
         self._tripwires: Tripwires | None = None
         self.base_seed = self._align_ranks()
         groups, device = self.job.groups, self.job.connection.device
@@ -280,8 +281,9 @@ class Run:
         self._state_each_batch = read.union(*job.connection.all_gather(read))  # a callback may be on one rank only
         if job.connection.world_size > 1:
             self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch))
-            undo.enter_context(
-                Lockstep(trainer, self._signals, job.groups.everyone_on_host, job.explaining, self.noting_wait)
+            host, watch = job.groups.everyone_on_host, job.connection.watch
+            self._lockstep = undo.enter_context(
+                Lockstep(trainer, self._signals, host, job.explaining, self.noting_wait, watch)
             )
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
         monitor = self.options.make_monitor()

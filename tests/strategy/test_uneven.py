@@ -21,6 +21,17 @@ CASES: dict[str, tuple[int, tuple[int, int], tuple[str, ...]]] = {
     "replicas, the first ends": (1, (4, 5), ("end unevenly", "rank 0: has no other", "rank 1: has another batch")),
     "replicas, with a length": (1, (5, 4), ("end unevenly", "rank 0: has another batch", "rank 1: has no other")),
     "replicas, last epoch": (1, (4, 5), ("end unevenly", "rank 0: has no other batch", "limit_train_batches")),
+    "one leaves a batch": (1, (9, 9), ("rank 1 has left a training batch", "on_train_batch_start must return -1")),
+    "one stage leaves a batch": (
+        2,
+        (9, 9),
+        ("rank 1 has left a training batch", "on_train_batch_start must return -1"),
+    ),
+    "the first leaves a batch": (
+        1,
+        (9, 9),
+        ("rank 0 has left a training batch", "on_train_batch_start must return -1"),
+    ),
     "one stops": (1, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
     "one stage stops": (2, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
 }
@@ -56,6 +67,11 @@ def train(payload: dict[str, Any]) -> None:
 
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("loss", self.training_step(batch, batch_idx))
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            if case.endswith("leaves a batch") and batch_idx == 3:
+                return -1 if self.current_epoch == 0 or rank == (not case.startswith("the first")) else None
+            return None
 
         def on_train_batch_end(self, *_: Any) -> None:
             if case.endswith("stops") and rank == 1 and self.global_step == 3:

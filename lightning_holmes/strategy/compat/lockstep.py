@@ -7,6 +7,9 @@ place than its own. Without it the one that goes on would wait for the other unt
     with Lockstep(trainer, signals):
         ...
 
+A batch that is announced so and then left on one rank only (``on_train_batch_start`` returns -1) is seen by the ranks that are
+in its step: who leaves says so in the store, where each rank's watch for failures looks.
+
 What is to be done with a signal is signals.py's. That the stages of a replica have as many batches each is compared where they
 compare their batches (pipeline/steps.py), evaluation included.
 """
@@ -21,6 +24,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -52,6 +56,7 @@ class Lockstep(Replacements):
         group: all ranks, on their hosts, so that no device is waited for; None: WORLD is such a group.
         explaining: turns a lost connection inside into an error that names the group.
         waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
+        watch: tells the others what this rank has left; None after a failure.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Lockstep(Replacements):
         group: dist.ProcessGroup | None,
         explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watch: FailureWatch | None = None,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -68,6 +74,8 @@ class Lockstep(Replacements):
         self._group = group
         self._explaining = explaining
         self._waiting = waiting
+        self._watch = watch
+        self._announced = self._begun = 0  # batches, and the last one of them whose step this rank has begun
 
     def __enter__(self) -> Self:
         loop: Any = self._trainer.fit_loop
@@ -76,7 +84,13 @@ class Lockstep(Replacements):
         self.replace(validation, run=self._meeting(Place.VALIDATION, validation.run))
         self.replace(loop, on_advance_end=self._meeting(Place.END_OF_EPOCH, loop.on_advance_end))
         self.replace(loop, on_run_end=self._meeting(Place.END_OF_FIT, loop.on_run_end))
+        if self._watch is not None:
+            self.replace(self._watch, on_absence=lambda batch: self._begun == batch)
         return self
+
+    def begin_step(self) -> None:
+        """This rank's step of the batch begins."""
+        self._begun = self._announced
 
     def _before_batch(self) -> None:
         self._signals.obey(self._meet(Place.BATCH, self._signals.wanted()))
@@ -92,6 +106,11 @@ class Lockstep(Replacements):
     def _meet(self, place: Place, wanted: int = 0) -> int:
         """Be at the same place as rank 0; what it wants to be done. Raises UnevenDataError."""
         trainer = self._trainer
+        left = place != Place.BATCH and self._begun < self._announced
+        if place == Place.BATCH:
+            self._announced += 1
+        elif left:
+            self._tell_absence(place)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         mine = [int(place), progress.total.ready, int(trainer.should_stop), int(progress.is_last_batch)]
         message = torch.tensor([wanted, *mine])
@@ -99,7 +118,7 @@ class Lockstep(Replacements):
             with self._waiting():
                 dist.broadcast(message, src=0, group=self._group)
         except Exception as error:
-            if "imed out" in str(error):  # in the batch it would be waited for another time
+            if left or "imed out" in str(error):  # in the batch it would be waited for another time
                 with self._explaining():
                     raise
             return 0  # as Lightning: what is broken shows in the batch, with its reason
@@ -113,6 +132,16 @@ class Lockstep(Replacements):
         if len({tuple(at[:2]) for at in everyone.values()}) > 1:
             raise UnevenDataError(describe_places(everyone, trainer.current_epoch))
         return int(wanted)
+
+    def _tell_absence(self, place: Place) -> None:
+        if self._watch is not None:
+            rank = self._trainer.global_rank
+            words = (
+                f"rank {rank} has left a training batch before its step, in epoch {self._trainer.current_epoch}, and "
+                f"{_DOES[place].removeprefix('has ')}; other ranks are in that step and would wait for it: "
+                f"on_train_batch_start must return -1 on all ranks or on none"
+            )
+            self._watch.tell_absence(self._announced, words)
 
 
 def describe_places(everyone: Mapping[int, Sequence[int]], epoch: int) -> str:
