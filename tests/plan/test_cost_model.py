@@ -10,6 +10,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
@@ -276,6 +277,23 @@ def test_products_and_moved_bytes_by_hand() -> None:
     one = cost_model(model=model, devices=(device,) * 2)
     both = one.step_costs(shape(Layout(pipeline=2, data=4), microbatch_samples=2), Partition((2, 2)))
     assert both.forward_s[0] < 2 * costs.forward_s[0]
+
+
+def test_a_step_of_one_microbatch_is_all_of_its_parts() -> None:
+    """Nothing is shared out among microbatches: the optimizer's step alone is a third of what is computed here."""
+    layer = dataclasses.replace(LAYER, forward_moved_bytes=1e10, backward_moved_bytes=2e10, fixed_forward_s=0.01)
+    device = dataclasses.replace(DEVICE, moved_bytes_per_s=1e11)
+    topology = Topology.single_cluster(1, 1)
+    network = Network(topology, local_bytes_per_s=1e11, local_latency_s=0.0)
+    training = Training(batch_samples=1, update_s_per_byte=20 / 1e11)
+    costs = CostModel(dataclasses.replace(MODEL, layers=(layer,) * 4), network, devices=(device,), training=training)
+    run = RunShape(
+        layout=Layout(pipeline=1, tensor=1, data=1), schedule="1f1b", num_microbatches=1, microbatch_samples=1
+    )
+    computed = 4 * (1.0 + 0.01 + 0.1 + 2.0 + 0.2) + 3.0  # layers and head
+    added = 3 * (4 * 1e9 + 2 * 3e9) / 1e11
+    updated = 20 * (4 * 1e9 + 2 * 3e9) / 1e11
+    assert predict(costs, run, Partition((4,))).step_s == pytest.approx(computed + added + updated)
 
 
 def test_each_cluster_has_its_own_speed_inside_a_host() -> None:
