@@ -81,6 +81,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
             _case("by cost, 1f1b, 8", _MIDDLE, num_microbatches=8),
             _case("uneven, 1f1b, 8", _MIDDLE, partition=[6, 2], num_microbatches=8),
             _case("by count, 1f1b, 2", _MIDDLE, partition="uniform", num_microbatches=2),
+            _case("by count, 1f1b, 1", _MIDDLE, partition="uniform", num_microbatches=1),
             _case("by count, gpipe, 4", _MIDDLE, partition="uniform", num_microbatches=4, schedule="gpipe"),
         ),
     ),
