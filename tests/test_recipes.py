@@ -29,6 +29,8 @@ LARGE = {
     "gpt_39.1b": ("input_ids=64x2048:int64,labels=64x2048:int64", 48, 8192, 16),
     "llama_8b": ("input_ids=32x8192:int64", 32, None, 32),
 }
+# one cluster, whose devices are too small for the whole model
+ONE_CLUSTER = {"llama_3b_layered": ("input_ids=12x2048:int64", "speed=60e12,memory=24e9")}
 FINETUNE = ("finetune", "finetune_lora")
 
 
@@ -46,7 +48,7 @@ def config_of(recipe: str) -> str:
 def test_files_and_round_trip(capsys, tmp_path, recipe):
     folder = ROOT / "recipes" / recipe
     topology = Topology.from_yaml(folder / "topology.yaml")
-    assert len(topology.clusters) == 2
+    assert len(topology.clusters) == (1 if recipe in ONE_CLUSTER else 2)
     text = (folder / "README.md").read_text()
     for word in (f"recipes/{recipe}/config.yaml", "torchrun", "sbatch", "MASTER_PORT", "port_range"):
         assert word in text, word
@@ -79,14 +81,14 @@ def command_of_each_node(job: str, first_node: int, nodes: int, folder: Path) ->
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_slurm_script_starts_every_node_of_both_clusters(capsys, tmp_path, recipe):
+def test_the_slurm_script_starts_every_node_of_all_clusters(capsys, tmp_path, recipe):
     text = (ROOT / "recipes" / recipe / "README.md").read_text()
     block = re.search(r"    # job\.sh\n((?:    .*\n)+)", text)
     assert block is not None
     job = "".join(f"{line[4:]}\n" for line in block[1].splitlines())
     nodes = int(re.search(r"--nodes=(\d+)", job)[1])
     firsts = [int(n) for n in re.findall(r"FIRST_NODE=(\d+) sbatch", text)]
-    assert firsts == [0, nodes]  # a controller each
+    assert firsts == [cluster * nodes for cluster in range(1 if recipe in ONE_CLUSTER else 2)]  # a controller each
     commands = [c for first in firsts for c in command_of_each_node(job, first, nodes, tmp_path)]
     ranks = []
     for command in commands:
@@ -95,11 +97,32 @@ def test_the_slurm_script_starts_every_node_of_both_clusters(capsys, tmp_path, r
         assert given["--master_addr"] == "10.0.0.1" and given["--master_port"] == "29500"
         ranks.append(int(given["--node_rank"]))
         assert command[split + 1 : split + 3] == ["lightning-holmes", "fit"]
-    assert ranks == list(range(2 * nodes)) and given["--nnodes"] == str(2 * nodes)
+    num_nodes = len(firsts) * nodes
+    assert ranks == list(range(num_nodes)) and given["--nnodes"] == str(num_nodes)
     code, out, err = run(capsys, *command[split + 2 :], "--print_config")
     assert code == 0, err
     trainer = yaml.safe_load(out)["trainer"]
-    assert (trainer["num_nodes"], int(trainer["devices"])) == (2 * nodes, int(given["--nproc_per_node"]))
+    assert (trainer["num_nodes"], int(trainer["devices"])) == (num_nodes, int(given["--nproc_per_node"]))
+
+
+@pytest.mark.parametrize("recipe", ONE_CLUSTER)
+def test_a_model_too_large_for_a_worker_fits_in_shards_only(capsys, recipe):
+    shape, device = ONE_CLUSTER[recipe]
+    text = (ROOT / "recipes" / recipe / "README.md").read_text()
+    config = yaml.safe_load((ROOT / config_of(recipe)).read_text())["trainer"]["strategy"]["init_args"]
+    command = ["plan", "--config", config_of(recipe), f"--batch_shape={shape}", f"--device_type={device}"]
+    assert " ".join([f"lightning-holmes plan --config {config_of(recipe)}", "--data null"]) in text
+    code, out, err = run(capsys, *command, "--data=null", "--format=json")
+    assert code == 0, err
+    best = json.loads(out[out.index("{") :])["best"]
+    assert best["sharded_parameters"] and best["schedule"] == "breadth_first"
+    assert best["num_microbatches"] == config["num_microbatches"] == int(shape.split("=")[1].split("x")[0])
+    assert max(best["memory_bytes"]) < min(best["memory_limit_bytes"]) and max(best["memory_bytes"]) > 0.5 * 24e9
+    predicted = f"{best['step_s']:.1f} s a step"
+    assert predicted in text, f"{predicted}; {max(best['memory_bytes']) / 2**30:.1f} GiB"
+    whole = "--trainer.strategy.init_args.sharded_parameters=false"
+    code, out, err = run(capsys, *command, "--data=null", whole)
+    assert code != 0 and "parameters in shards, sharded_parameters=True" in err, err
 
 
 def output_of(args):

@@ -227,6 +227,8 @@ class CostModel:
             }
             layer_bytes = tuple(byte_rows[count] for count in in_flight)
             before_bytes = memory.place_bytes(model.before, in_flight[0])
+            if ranks == 1:  # what both ends share is counted with each of them
+                before_bytes = max(0.0, before_bytes - memory.static_bytes(_shared_place(model)))
             after_bytes = memory.place_bytes(model.after, in_flight[-1])
             transient = max(_row(self._plain(run).layers, memory.transient_bytes))
             per_stage = -(-model.num_layers // (ranks * run.num_chunks))
@@ -257,6 +259,8 @@ class CostModel:
         static, update, transient = [0.0] * ranks, [training.own_s] * ranks, [0.0] * ranks
         fetch: list[float] = []
         fetch_own: list[float] = []
+        table = _shared_place(model)
+        tied, whole_table = ranks == 1 and table.parameter_bytes > 0, memory.whole_bytes(table)
         whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage, beside its shards while it is computed
         known: dict[Hashable, tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
@@ -294,7 +298,8 @@ class CostModel:
                 held_bytes = math.fsum(place.parameter_bytes for place in places) / layout.tensor
                 fetch.append(self._gather(facts.groups[rank], held_bytes))
                 fetch_own.append(self._carried(facts.groups[rank], held_bytes, sharded)[1] * byte_s[rank])
-                whole[rank].append(math.fsum(memory.whole_bytes(place) for place in places))
+                ends = tied * ((stage == 0) + (stage == last))
+                whole[rank].append(math.fsum(memory.whole_bytes(place) for place in places) - ends * whole_table)
             static[rank] += sum(memory.static_bytes(place) for place in places)
             update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
             transient[rank] = max([transient[rank], *(memory.transient_bytes(plain.layers[index]) for index in own)])
@@ -304,8 +309,15 @@ class CostModel:
             parts = max(1, len(partition.layers_of(stage)))
             hidden = forward[stage] if training.overlap_gather else 0.0
             gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
-        for rank, of_stages in enumerate(whole):
-            transient[rank] += NUM_WHOLE * max(of_stages, default=0.0)
+        for rank, of_stages in enumerate(
+            whole
+        ):  # buffers take turns, and each is as large as the largest stage that takes it
+            transient[rank] += sum(max(of_stages[turn::NUM_WHOLE], default=0.0) for turn in range(NUM_WHOLE))
+        if (
+            tied
+        ):  # counted with what runs before the layers and with what runs after them, and held once, for the whole step
+            static[0] -= memory.static_bytes(table)
+            transient[0] += whole_table
         return StepCosts(
             forward_s=tuple(forward),
             backward_s=tuple(backward),
@@ -564,6 +576,13 @@ def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: 
         bandwidth=channel.bytes_per_s,
         latency=channel.latency_s,
     )
+
+
+def _shared_place(model: ModelCost) -> LayerCost:
+    """What runs both before and after the layers reads (a tied table): its bytes alone."""
+    shared = model.shared_bytes
+    trained = min(shared, model.before.trained_bytes, model.after.trained_bytes)
+    return LayerCost(forward=0.0, backward=0.0, parameter_bytes=shared, gradient_bytes=trained)
 
 
 def _link(way: tuple[int, int]) -> str:

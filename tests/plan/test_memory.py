@@ -2,8 +2,14 @@
 
 import pytest
 
-from lightning_holmes.plan.layer_cost import LayerCost
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import make_schedule, max_in_flight
 from lightning_holmes.plan.training import Training
 
@@ -38,3 +44,29 @@ def test_parameters_in_shards_by_hand() -> None:
     assert memory.static_bytes(LAYER) == (100 + 40 + 80) / 4
     assert memory.whole_bytes(LAYER) == 140, "while it is computed"
     assert RankMemory(training=Training(batch_samples=1), shards=4).whole_bytes(LAYER) == 0
+
+
+def test_what_both_ends_share_is_held_once_and_two_stages_are_whole() -> None:
+    """One rank, two stages in shards of four; a tied table of 40 bytes, layers of 4: parameters, gradients, two states."""
+    layer, end = (LayerCost(forward=1.0, backward=2.0, parameter_bytes=size) for size in (4.0, 40.0))
+    hosts = tuple(
+        Host(name=f"h{i}", devices=1, nics=(Nic(name="e", kind="ethernet", bandwidth_bytes_per_s=1e9),))
+        for i in range(4)
+    )
+    network = Network(Topology(clusters=(Cluster(name="c", hosts=hosts),)), local_bytes_per_s=1e9)
+    device = DeviceType(name="d", peak_flops_per_s=1.0, memory_bytes=1e3, local_bytes_per_s=1e9, efficiency=1.0)
+    training = Training(batch_samples=4, sharded_optimizer=True, sharded_parameters=True)
+    run = RunShape(
+        layout=Layout(pipeline=1, data=4),
+        schedule="breadth_first",
+        num_microbatches=1,
+        microbatch_samples=1,
+        num_chunks=2,
+    )
+    for shared, held, whole in ((40.0, 48.0, 2 * 8.0 + 80.0), (0.0, 88.0, 2 * 88.0)):
+        model = ModelCost(
+            unit="flops", microbatch_samples=1, before=end, layers=(layer,) * 2, after=end, shared_bytes=shared
+        )
+        costs = CostModel(model, network, devices=(device,), training=training).step_costs(run, Partition((1, 1)))
+        assert costs.static_bytes == (held * 4 / 4,)
+        assert costs.transient_bytes == (whole,)
