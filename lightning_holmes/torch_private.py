@@ -243,6 +243,12 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(relative_path=file, offset=offset, length=length)
 
 
+def forget_conversions(mode: Any) -> None:
+    """Let a fake tensor mode hold no weak references to what it has made: ``Module.to`` exchanges fake parameters, and cannot where
+    there is one. It keeps them, for real tensors that come again, where an operator meets arguments like these for the first time."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
     """The mode that a fake tensor was made under; None for a real one."""
     if isinstance(tensor, FakeTensor):

@@ -164,6 +164,14 @@ def test_fake_tensors_know_their_mode_and_fused_attention_is_counted() -> None:
     assert torch_private.fake_mode_of(torch.ones(2)) is None
 
 
+def test_what_a_fake_mode_has_converted_can_be_forgotten() -> None:
+    mode, real = torch_private.FakeTensorMode(allow_non_fake_inputs=True), torch.ones(3)
+    first = mode.from_tensor(real)
+    assert mode.from_tensor(real) is first
+    torch_private.forget_conversions(mode)
+    assert mode.from_tensor(real) is not first
+
+
 def test_a_storage_info_is_what_torchs_own_reader_looks_up(tmp_path) -> None:  # type: ignore[no-untyped-def]
     import torch.distributed.checkpoint as dcp
 

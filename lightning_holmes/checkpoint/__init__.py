@@ -15,7 +15,7 @@ from lightning_holmes.checkpoint.plain import (
     parameter_group_names,
     whole_on_host,
 )
-from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state, load_whole_state
+from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state, load_whole_state, renames
 
 __all__ = [
     "CheckpointManager",
@@ -35,5 +35,6 @@ __all__ = [
     "parameter_group_names",
     "read_plan",
     "read_state_dict",
+    "renames",
     "whole_on_host",
 ]

@@ -1,6 +1,6 @@
 """Putting saved states into a module and an optimizer of which this rank holds a part: it reads only that part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,13 @@ from lightning_holmes.torch_private import has_load_hooks
 _SHOWN = 10
 
 
-def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, strict: bool) -> None:
+def load_module_state(
+    pipeline: PipelineModule, saved: Mapping[str, Any], *, strict: bool, only: Collection[str] | None = None
+) -> None:
     """Load what this rank's stages need of ``saved``, the whole module's state; all ranks must call.
+
+    Args:
+        only: these parameters; where there is none, what is no parameter. None: everything.
 
     Raises:
         CheckpointError: it is another model's: shapes differ, or names, and ``strict`` is set.
@@ -32,12 +37,15 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
         for key, value in expected.items()
         if id(value) in first_names and first_names[id(value)] not in pipeline.local_parameters
     }
+    if only is not None:
+        names_of = {key: first_names.get(id(value)) for key, value in expected.items()}
+        elsewhere |= {key for key, name in names_of.items() if (name not in only if only else name is not None)}
     # hooks may know old names, and load_state_dict of the module's own may make others of them
-    renames = any(map(has_load_hooks, module.modules()))
-    names = [key for key in saved if key in expected or renames or strict]
+    may_rename = renames(module)
+    names = [key for key in saved if key in expected or may_rename or strict]
     missing = [key for key in expected if key not in saved]
     unexpected = [key for key in saved if key not in expected]
-    if strict and (missing or unexpected) and not renames:
+    if strict and (missing or unexpected) and not may_rename:
         raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
     wanted = [key for key in names if key not in elsewhere]
     part = saved.read_many(wanted) if isinstance(saved, FolderStateDict) else {key: saved[key] for key in wanted}
@@ -48,6 +56,11 @@ def load_module_state(pipeline: PipelineModule, saved: Mapping[str, Any], *, str
     missing = [key for key in missing if key not in elsewhere]
     if strict and (missing or unexpected):
         raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
+
+
+def renames(module: nn.Module) -> bool:
+    """Whether hooks of its own may load a name into another one."""
+    return any(map(has_load_hooks, module.modules()))
 
 
 def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ Replicated          on every replica    nothing             sum over replicas   
 ShardedStates       on every replica    nothing, see there  sum of the share    1/dp (ZeRO stage 1, arXiv 1910.02054)
 Layered             1/dp, and two       gather; let go      sum of the share    1/dp (arXiv 2106.02679)
                     stages in flight
+Fetched             the same, where nothing is trained
 """
 
 from torch import Tensor
@@ -60,13 +61,11 @@ class ShardedStates(Replicated):
             reducer.reduce_shares()
 
 
-class Layered:
-    """Parameters live in shards; a stage is whole while it is computed (stage_shards.py), and its gradients go to their owners
-    while the stage before runs backward (layered.py). For schedules that run all microbatches through a stage before the next."""
+class Fetched:
+    """Parameters live in shards, and nothing is trained: a stage is whole while it is computed."""
 
-    def __init__(self, stage_shards: StageShards, reducer: LayeredReducer, shards: ShardedOptimizer) -> None:
-        self._shards, self._reducer = stage_shards, reducer
-        reducer.on_laid_out = shards.prepare
+    def __init__(self, shards: StageShards) -> None:
+        self._shards = shards
 
     def fetch(self, stage: int) -> Work:
         """Gather the stage over its replicas, all of which call."""
@@ -75,6 +74,28 @@ class Layered:
     def release(self, stage: int) -> None:
         """Parameters are placeholders again; their buffer serves the stage after the next one."""
         self._shards.release(stage)
+
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """There is none."""
+        raise AssertionError(f"a backward of stage {stage} where nothing is trained")
+
+    def reduce(self, stage: int) -> None:
+        """Nothing is reduced."""
+        raise AssertionError(f"a reduction of stage {stage} where nothing is trained")
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """No gradient comes."""
+        raise AssertionError(f"a gradient of {name} where nothing is trained")
+
+
+class Layered(Fetched):
+    """Parameters live in shards; a stage is whole while it is computed (stage_shards.py), and its gradients go to their owners
+    while the stage before runs backward (layered.py). For schedules that run all microbatches through a stage before the next."""
+
+    def __init__(self, stage_shards: StageShards, reducer: LayeredReducer, shards: ShardedOptimizer) -> None:
+        super().__init__(stage_shards)
+        self._reducer = reducer
+        reducer.on_laid_out = shards.prepare
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """Gradients gather in the stage's buffer from its first backward on."""

@@ -95,10 +95,13 @@ class StageShards:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
         self.parts: list[Part] = []
-        self._by_elements = True
+        self.by_elements = True
+        """How they are cut."""
+        self.stays = False
+        """Parameters stay in shards when this is closed."""
         self._pieces: list[Piece] = []
         self._places: dict[str, tuple[Part, int]] = {}
-        self._queue, self._gather = queue, gather
+        self.queue, self._gather = queue, gather
         self._stages = tuple(stages)
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
@@ -111,17 +114,24 @@ class StageShards:
 
     # layout
 
-    def lay_out(self, *, by_elements: bool, bring: Callable[[Sequence[str]], None] | None = None) -> list[Piece]:
+    def lay_out(
+        self,
+        *,
+        by_elements: bool,
+        bring: Callable[[Sequence[str]], None] | None = None,
+        former: "StageShards | None" = None,
+    ) -> list[Piece]:
         """Cut the parameters, and keep this replica's share of them; again it gives the same pieces, or cuts them anew.
 
         Args:
             bring: gives some of the parameters their values, part by part, so that never all of them are whole; None: they are.
+            former: shards that hold the same parameters, and are given up for these.
         """
-        if self.parts and by_elements == self._by_elements:
+        if self.parts and by_elements == self.by_elements:
             return self._pieces
         if self.parts:
             bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
-        self._by_elements = by_elements
+        self.by_elements = by_elements
         self._pieces, self.parts, self._places, self._of_stage = [], [], {}, {}
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -131,9 +141,18 @@ class StageShards:
             key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
             groups.setdefault(key, []).append(name)
         for (stage, ranks, *_), names in groups.items():
-            if bring is not None:
+            part = self._cut(names, stage, ranks)
+            if former is not None and former.has(part):
+                part.shard = former.give(part)
+                self._add(part, is_new=False)
+                continue
+            if former is not None:
+                former.bring_into(self.parameters, names)
+            elif bring is not None:
                 bring(names)
-            self._add(self._cut(names, stage, ranks))
+            self._add(part)
+        if former is not None:
+            former.queue.close()
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
         self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
         return self._pieces
@@ -142,7 +161,7 @@ class StageShards:
         """Lay these parameters side by side, the next part, and note its pieces."""
         sizes = tuple(self.parameters[name].numel() for name in names)
         index, first = len(self.parts), self.parameters[names[0]]
-        if self._by_elements:
+        if self.by_elements:
             total = -(-sum(sizes) // self.size) * self.size
             found = cut_by_elements([Extent(names=tuple(names), sizes=sizes, numel=total)], self.size, first=index)
             starts = tuple(itertools.accumulate((0, *sizes[:-1])))
@@ -164,11 +183,28 @@ class StageShards:
             shard=torch.zeros(total // self.size, dtype=first.dtype, device=first.device),
         )
 
-    def _add(self, part: Part) -> None:
+    def has(self, part: Part) -> bool:
+        """Whether a part lies here in the same way, in other shards."""
+        return any(_alike(part, own) for own in self.parts)
+
+    def give(self, part: Part) -> Tensor:
+        """The share of a part that :meth:`has` found."""
+        return next(own.shard for own in self.parts if _alike(part, own))
+
+    def destination(self, name: str) -> int:
+        """The replica that holds most of a parameter."""
+        held = [0] * self.size
+        for piece in self._pieces:
+            if piece.name == name:
+                held[piece.rank] += max(1, piece.numel)
+        return held.index(max(held))
+
+    def _add(self, part: Part, *, is_new: bool = True) -> None:
         self.parts.append(part)
         self._of_stage.setdefault(part.stage, []).append(part)
         self._places |= {name: (part, start) for name, start in zip(part.names, part.starts, strict=True)}
-        self._keep(part)
+        if is_new:
+            self._keep(part)
 
     def bring_into(self, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
         """Give these parameters, of another copy of the module perhaps, the values that lie here, whole. All replicas call."""
@@ -197,7 +233,7 @@ class StageShards:
             shared={},
             size=self.size,
             rank=self.rank,
-            queue=self._queue,
+            queue=self.queue,
             gather=self._gather,
         )
         for part in self.parts:
@@ -248,7 +284,7 @@ class StageShards:
                 if self.size > 1:
                     self._gather(buffer)
 
-        return self._queue.start(bring, "bucket_gather")
+        return self.queue.start(bring, "bucket_gather")
 
     def _arrived(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         if self._common is not None and None not in self._held:
@@ -350,13 +386,12 @@ class StageShards:
             write(part.names)
             self.let_go(held)
 
-    def rest(self) -> None:
-        """After a run in which parameters stay in their shards: let go of all else, until :meth:`lay_out` of a next one."""
-        self._queue.close()
-        self._buffers = None
-
     def close(self) -> None:
-        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed."""
+        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed. Where they stay
+        in shards only what a step needs is let go of."""
+        self._buffers = None
+        if self.stays:
+            return
         for part in () if self._abandoned else self.parts:
             for name, view in self._whole(part).items():
                 dtensor.replace_local(self.parameters[name], view.clone())
@@ -364,7 +399,6 @@ class StageShards:
         self.parts.clear()
         self._places.clear()
         self._of_stage.clear()
-        self._buffers = None
 
 
 class _Fetch:
@@ -379,6 +413,10 @@ class _Fetch:
 
     def seconds(self) -> float | None:
         return self._work.seconds()
+
+
+def _alike(one: Part, other: Part) -> bool:
+    return (one.names, one.starts, one.numel, one.dtype) == (other.names, other.starts, other.numel, other.dtype)
 
 
 def _sizes(parts: Iterable[Part]) -> list[tuple[int, torch.dtype]]:

@@ -32,6 +32,7 @@ from lightning_holmes.torch_private import (
     TorchDispatchMode,
     argument_names,
     fake_mode_of,
+    forget_conversions,
     operator_name,
     sharded_locally,
     without_modes,
@@ -128,6 +129,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{operator_name(func)} writes values that are not there yet into a real tensor"
             )
         output = func(*args, **kwargs)
+        forget_conversions(self.mode)
         known = {self.key(t) for t in inputs}
         results = tree.tensors_of(output)
         made = {self.key(t) for t in results} - known

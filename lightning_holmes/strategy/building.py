@@ -139,12 +139,36 @@ class ModuleBuilder:
         self._deferred.materialise(set(kept), lambda names: {n: kept[n].detach() for n in names if n in kept})
         return set(kept)
 
-    def leave(self, pipeline: PipelineModule) -> bool:
-        """After a run: note on the module what this rank holds of it; False if each rank may have it whole."""
+    def bring_parts(self, pipeline: PipelineModule, *, overwritten: bool) -> Callable[[Sequence[str]], None]:
+        """In place of :meth:`fill`: what gives values to some of the parameters at a time, whole for a moment.
+
+        Args:
+            overwritten: all values come from elsewhere.
+
+        Raises:
+            ConfigurationError: the run before has left this rank a part only.
+        """
+        assert self._deferred is not None
+        deferred, kept = self._deferred, self._kept
+        self.waits = False
+        was_held = vars(pipeline.module).pop(_HELD, None) is not None
+        read = (lambda names: {n: kept[n].detach() for n in names if n in kept}) if was_held else None
+        lacking = pipeline.local_parameters - set(kept) if was_held and not overwritten else set()
+        if lacking:
+            raise ConfigurationError(_lost(min(lacking), "this rank"))
+        read = read or getattr(pipeline.module, "read_weights", None)
+        return lambda names: deferred.materialise(set(names), None if overwritten else read, overwritten=overwritten)
+
+    def leave(self, pipeline: PipelineModule, *, in_shards: bool) -> bool:
+        """After a run: note on the module what this rank holds of it; False if each rank may have it whole.
+
+        Args:
+            in_shards: its parameters are in shards, and none of them is whole anywhere.
+        """
         if self._deferred is None:
             return False
         if not self.waits:
-            vars(pipeline.module)[_HELD] = frozenset(pipeline.local_parameters)
+            vars(pipeline.module)[_HELD] = frozenset() if in_shards else frozenset(pipeline.local_parameters)
         elif self._kept:  # there was no batch: as the run before left it
             for name, parameter in pipeline.parameters.items():
                 if name in self._kept:

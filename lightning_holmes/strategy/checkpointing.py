@@ -92,6 +92,8 @@ class RunCheckpoints:
     def module_state(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
         run = self._open_run or (self.fit if self._writes_folders else None)
+        if self.run is not None and self.run.stage_shards is not None:
+            run = self.run
         if run is not None and run.context.builder.waits:
             if self._is_interrupted:
                 return {}
@@ -115,19 +117,22 @@ class RunCheckpoints:
     @property
     def _stage_shards(self) -> StageShards | None:
         """Where parameters live, if that is in shards."""
-        return None if self.fit is None else self.fit.stage_shards
+        runs = [run for run in (self.run, self.fit) if run is not None and run.stage_shards is not None]
+        return runs[0].stage_shards if runs else None
 
     def _collected_parameters(self) -> dict[str, Tensor] | None:
         """Whole parameters, each on the replica that writes it, where they live in shards."""
-        if self.fit is None or self.fit.shards is None or self._stage_shards is None:
+        shards = self._stage_shards
+        if shards is None:
             return None
         if self._has_failed_beside_others:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
-            return self._stage_shards.collect(
-                self.fit.shards.destination if self._writes_folders else lambda name: first
-            )
+            found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
+        if self._open_run is None:  # they stay in shards, and nobody else ends what this has begun
+            shards.queue.close()
+        return found
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,

@@ -25,7 +25,6 @@ from lightning_holmes.lightning_private import optimizers_to_device, training_ar
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.sharded import ShardedOptimizer
-from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -35,7 +34,7 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
-from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_layered_gradients
+from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_layered_gradients, make_sharing
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
@@ -157,6 +156,8 @@ class Fit(Run):
             self._averages.close()
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
+        if self.sharing is not None and not self.sharing.shards.stays:
+            self.sharing = None
         del self.gradients  # and the buffers
 
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
@@ -170,11 +171,15 @@ class Fit(Run):
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer)
         if refusal:
             raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
+        sync, groups = options.gradient_options.gradient_sync, self.job.groups
+        if self.sharing is None:
+            self.sharing = make_sharing(self.pipeline, groups, self.plan, connection.device, gradient_sync=sync)
         return make_layered_gradients(
             self.pipeline,
-            self.job.groups,
+            groups,
             self.plan,
             connection.device,
+            sharing=self.sharing,
             scaler=scaler,
             optimizer=optimizer,
             names=self._local_group_names(optimizer),
@@ -188,11 +193,6 @@ class Fit(Run):
         """For each group of the optimizer, this rank's parameters."""
         local = self.pipeline.local_parameters
         return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
-
-    @property
-    def stage_shards(self) -> StageShards | None:
-        """This rank's shares of the parameters, while they live in shards."""
-        return self.gradients.stage_shards if self.has_gradients else None
 
     def abandon(self) -> None:
         """The run has failed: wait for nothing any more."""
@@ -330,21 +330,6 @@ class Fit(Run):
         """Take over what hooks after the backward have made of ``p.grad``."""
         if not self.accumulates:
             self.gradients.host.absorb()
-
-    def with_whole_module(self, act: Callable[[], _T]) -> _T:
-        shards = self.stage_shards
-        if shards is None:
-            return super().with_whole_module(act)
-        found: list[_T] = []
-        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-        def run() -> None:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                found.append(super(Fit, self).with_whole_module(act))
-
-        with torch.inference_mode(False):
-            shards.put(run)
-        return found[0]
 
     # monitoring
 

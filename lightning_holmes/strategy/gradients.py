@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import make_comm_queue
@@ -23,6 +24,7 @@ from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.sync_choice import SyncChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +84,47 @@ def make_gradients(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How a rank's parameters are shared out over the replicas: their shards, what reduces and gathers, and why that was chosen."""
+
+    shards: StageShards
+    collective: Collective | None
+    choice: SyncChoice | None
+
+
+def make_sharing(
+    pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device, *, gradient_sync: str
+) -> Sharing:
+    """For this rank's stages, whose shards are not laid out yet. All ranks must call."""
+    parameters = StageParameters.of(pipeline, plan.rank_of)
+    queue = make_comm_queue(device)
+    by_stage = [
+        sum(p.numel() * p.itemsize for p in pipeline.parameters_of(stage).values()) for stage in pipeline.stages
+    ]
+    collective, choice = choose_collective(
+        groups, queue, device, asked=gradient_sync, largest_bytes=max(by_stage), stages=pipeline.stages
+    )
+    shards = StageShards(
+        parameters.by_name,
+        stages=pipeline.stages,
+        stages_of=parameters.stages_of,
+        shared=parameters.shared,
+        size=plan.placement.data_parallel_size,
+        rank=groups.data_parallel_rank,
+        queue=queue,
+        gather=lambda tensor: None if collective is None else collective.gather(tensor),
+    )
+    return Sharing(shards=shards, collective=collective, choice=choice)
+
+
 def make_layered_gradients(
     pipeline: PipelineModule,
     groups: ProcessGroups,
     plan: Plan,
     device: torch.device,
     *,
+    sharing: Sharing,
     scaler: Any,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
@@ -99,28 +136,12 @@ def make_layered_gradients(
     """The same with parameters in shards: from here on a rank holds its share of them. All ranks must call.
 
     Args:
+        sharing: of these stages; its shards may be laid out already.
         names: for each of the optimizer's groups, those of this rank's parameters.
         found: how the optimizer can be sharded.
         all_gather: what each rank of WORLD gives, on every rank.
     """
-    parameters = StageParameters.of(pipeline, plan.rank_of)
-    queue = make_comm_queue(device)
-    by_stage = [
-        sum(p.numel() * p.itemsize for p in pipeline.parameters_of(stage).values()) for stage in pipeline.stages
-    ]
-    collective, choice = choose_collective(
-        groups, queue, device, asked=options.gradient_sync, largest_bytes=max(by_stage), stages=pipeline.stages
-    )
-    stage_shards = StageShards(
-        parameters.by_name,
-        stages=pipeline.stages,
-        stages_of=parameters.stages_of,
-        shared=parameters.shared,
-        size=plan.placement.data_parallel_size,
-        rank=groups.data_parallel_rank,
-        queue=queue,
-        gather=lambda tensor: None if collective is None else collective.gather(tensor),
-    )
+    stage_shards, choice = sharing.shards, sharing.choice
     shards = ShardedOptimizer(
         optimizer,
         names,
@@ -136,10 +157,10 @@ def make_layered_gradients(
         plan.placement,
         device,
         stages=pipeline.stages,
-        shared=list(parameters.shared),
+        shared=list(StageParameters.of(pipeline, plan.rank_of).shared),
         dtype=GRAD_DTYPES[options.grad_dtype],
-        queue=queue,
-        collective=collective,
+        queue=stage_shards.queue,
+        collective=sharing.collective,
     )
     told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
     reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)

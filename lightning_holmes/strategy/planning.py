@@ -27,6 +27,7 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
+from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.runtime_plan import decide
 from lightning_holmes.strategy.samples import StepSample
@@ -42,6 +43,7 @@ class RunContext:
         resumption: what a checkpoint has brought.
         splitter: of batches; it learns from those of all runs.
         former: the plan of the run before, whose layout is kept where it fits.
+        resting: where a module lives in shards between runs.
         undo: takes back, last change first, what a run changes, also where its set-up fails half-way.
     """
 
@@ -51,6 +53,7 @@ class RunContext:
     resumption: Resumption
     splitter: BatchSplitter
     former: RuntimePlan | None
+    resting: RestingShards
     undo: Replacements
 
 

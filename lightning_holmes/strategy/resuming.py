@@ -59,6 +59,11 @@ class Resumption:
             (saved, strict), self.weights = self.weights, None
             checkpoint.load_module_state(pipeline, saved, strict=strict)
 
+    def take_weights(self) -> tuple[Mapping[str, Any], bool] | None:
+        """The weights, once, for who puts them in himself, and whether all must fit."""
+        weights, self.weights = self.weights, None
+        return weights
+
     def take_seed(self) -> int | None:
         """The seed, once."""
         seed, self.seed = self.seed, None

@@ -26,6 +26,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import active_loop
+from lightning_holmes.optim.exchange import Fetched
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
@@ -43,6 +44,7 @@ from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
+from lightning_holmes.strategy.gradients import Sharing, make_sharing
 from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
 from lightning_holmes.strategy.samples import StepSample
@@ -68,6 +70,7 @@ class Run:
         planned: the plan as it was chosen, and what it was chosen from; None before.
         plan: the plan that is followed; a fit may change its schedule.
         pipeline: this rank's part of the module.
+        sharing: how parameters are shared out over the replicas, while they live in shards.
         base_seed: of all random numbers in steps; the same on all ranks.
         is_open: it has begun, and not ended.
     """
@@ -76,6 +79,7 @@ class Run:
         self.trainer, self.job, self.options = trainer, context.job, context.options
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
+        self.sharing: Sharing | None = None
         self.is_open = False
         self.known = TraceResult()
         self.planned: RuntimePlan | None = None
@@ -92,10 +96,8 @@ class Run:
         self.driver = self._whole_driver
         self._whole_steps: set[str] = set()  # which the plan does not suit
         context.undo.callback(self._end)
-        is_pipeline = self.job.placement.pipeline_parallel_size > 1
-        context.builder.begin(
-            self.pipeline, is_pipeline=is_pipeline, overwritten=context.resumption.weights is not None
-        )
+        divides = self.job.placement.pipeline_parallel_size > 1 or self.options.sharded_parameters is not False
+        context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.resumption.weights is not None)
         if not context.builder.waits:
             context.resumption.put_weights(self.pipeline)
 
@@ -183,7 +185,10 @@ class Run:
         self.planned, self.plan = planned, plan
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         with torch.inference_mode(False):
-            if held is None:
+            if self._lives_in_shards(planned):
+                self._fill_shards(held)
+                held = None
+            elif held is None:
                 kept = self.context.builder.fill(self.pipeline, overwritten=self.context.resumption.weights is not None)
                 everyone = [] if kept is None else connection.all_gather(kept)
                 held = None if kept is None else [everyone[rank] for rank in self._ranks]
@@ -195,6 +200,40 @@ class Run:
             show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
 
+    def _lives_in_shards(self, planned: RuntimePlan) -> bool:
+        """Whether a module that is built without memory gets its values in shards: by the plan, or since it has them there."""
+        is_resting = self.context.resting.of(self.module) is not None
+        return self.context.builder.defers and (planned.sharded_parameters or is_resting)
+
+    def _fill_shards(self, held: Sequence[set[str]] | None) -> None:
+        """Have this rank's shares of the parameters, which no rank has whole.
+
+        Args:
+            held: the names of the parameters that each rank of the pipeline has by the plan before, if there is one.
+        """
+        context, job = self.context, self.job
+        resting = context.resting
+        sync = self.options.gradient_options.gradient_sync
+        self.sharing = make_sharing(self.pipeline, job.groups, self.plan, job.connection.device, gradient_sync=sync)
+        self.context.undo.callback(self.sharing.shards.queue.close)
+        shards, former = self.sharing.shards, resting.take(self.module)
+        if former is not None:
+            context.builder.bring_parts(self.pipeline, overwritten=True)  # it has values
+            everyone = job.connection.all_gather(set(former.parameters))
+            held = [everyone[rank] for rank in self._ranks]
+        if held is None or context.resumption.weights is not None:
+            resting.fill(shards, context.builder, context.resumption, self.pipeline, job.connection.all_gather)
+        elif former is not None and held == self._held():
+            shards.lay_out(by_elements=former.by_elements, former=former)
+        else:
+            if former is not None:
+                former.bring_into(self.pipeline.parameters, former.parameters)
+                former.queue.close()
+            move_parameters(self.pipeline, held, self._held(), self._ranks, job.groups.pipeline, job.connection.rank)
+            shards.lay_out(by_elements=True)
+        resting.keep(shards, self.module)
+        self.exchange = Fetched(shards)
+
     def _why_not_sharded(self) -> str | None:
         """Why parameters cannot live in shards, where that is left to us, in words."""
         return "nothing is trained"
@@ -202,7 +241,8 @@ class Run:
     def _held(self) -> list[set[str]]:
         """The names of the parameters that each rank of the pipeline holds by the plan."""
         structure, plan = self.pipeline.structure, self.plan
-        assert structure is not None
+        if structure is None:
+            return [set(self.pipeline.parameters)]
         size = plan.placement.pipeline_parallel_size
         stages = [plan.stages_of(rank) for rank in range(size)]
         return [set().union(*(structure.parameters_of(plan.partition, s) for s in of_rank)) for of_rank in stages]
@@ -221,6 +261,21 @@ class Run:
 
     def with_whole_module(self, act: Callable[[], _T]) -> _T:
         """What ``act()`` gives while every rank of the pipeline has the whole module; all must call."""
+        shards = self.stage_shards
+        if shards is None:
+            return self._with_whole_pipeline(act)
+        found: list[_T] = []
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                found.append(self._with_whole_pipeline(act))
+
+        with torch.inference_mode(False):
+            shards.put(run)
+        return found[0]
+
+    def _with_whole_pipeline(self, act: Callable[[], _T]) -> _T:
         self.pipeline.uninstall()
         with torch.inference_mode(False):
             self._fill_whole_module(keep_local=True)
@@ -318,7 +373,7 @@ class Run:
     @property
     def stage_shards(self) -> StageShards | None:
         """This rank's shares of the parameters, while they live in shards."""
-        return None
+        return None if self.sharing is None else self.sharing.shards
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, all is as the strategy's own work needs it, also where a hook of the user has called for it."""
@@ -337,7 +392,8 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
         self.pipeline.uninstall()
-        if self.context.builder.leave(self.pipeline) or self.planned is None:
+        in_shards = self.context.resting.of(self.module) is not None
+        if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
             pass  # it is larger than a process, perhaps, and each keeps its part; or nothing was let go of
         elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)

@@ -57,6 +57,7 @@ from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.options import Options, ProfileKind
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
+from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
 
@@ -69,6 +70,7 @@ _OF_RUNS = (
     "_undo",
     "_splitter",
     "_resumption",
+    "_resting",
     "_manager",
 )
 
@@ -184,6 +186,7 @@ class HolmesStrategy(ParallelStrategy):
         self._undo = Replacements()  # of what a run changes, while it lasts
         self._splitter = BatchSplitter()
         self._resumption = Resumption()
+        self._resting = RestingShards()
         self._manager = CheckpointManager(
             distributed=self._options.save_distributed_checkpoint, background=self._options.async_checkpoint
         )
@@ -391,6 +394,7 @@ class HolmesStrategy(ParallelStrategy):
             resumption=self._resumption,
             splitter=self._splitter,
             former=None if self._run is None else self._run.planned or self._run.context.former,
+            resting=self._resting,
             undo=self._undo,
         )
         with self._explaining():

@@ -4,6 +4,7 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import contextlib
+import os
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -86,6 +87,28 @@ class Tied(pl.LightningModule):
         }
 
 
+class Late(Tied):
+    """The same, built by configure_model: no process has it whole."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        pl.LightningModule.__init__(self)
+        self.optimizer, self.layers = optimizer, None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            self.embedding = nn.Embedding(11, 8)
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+            self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
+            self.idle = nn.Parameter(torch.ones(3))
+            self.head = nn.Linear(8, 11, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("seen", torch.zeros(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
 def build(optimizer: str = "adamw") -> Tied:
     """The same initial weights everywhere."""
     torch.manual_seed(7)
@@ -113,10 +136,10 @@ class Data(pl.LightningDataModule):
 
 
 def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
-    """A trainer; with arguments for HolmesStrategy two processes, else plain Lightning in one."""
+    """A trainer; with arguments for HolmesStrategy of as many processes as there are, else plain Lightning in one."""
     return Trainer(
         accelerator="cpu",
-        devices=2 if strategy else 1,
+        devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
         strategy=HolmesStrategy(**strategy) if strategy else "auto",
         max_epochs=epochs,
         gradient_clip_val=0.5,
@@ -168,6 +191,9 @@ def run_all(name: str) -> dict[str, Any]:
             module, trainer = build(), make_trainer(folder, 2, **layout)
             trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
             found[f"{source} to {name_of}"] = state_of(module)
+    for optimizer in ("adamw", "muon"):
+        (folder / optimizer).mkdir(exist_ok=True)
+        found[f"late {optimizer}"] = run_late(folder / optimizer, optimizer, **LAYERED)
     found["watched"] = run_watched(folder, **LAYERED)
     for why, change in REFUSED.items():
         module, trainer = build(), make_trainer(folder, **LAYERED)
@@ -193,6 +219,30 @@ def run_watched(folder: Path, **strategy: Any) -> dict[str, Any]:
     trainer.fit(module, datamodule=Data())
     seen = {"norms": watching.norms, "sampled": watching.sampled, "whole": watching.most_whole}
     return seen | {"state": state_of(module)}
+
+
+def run_late(folder: Path, optimizer: str, **strategy: Any) -> dict[str, Any]:
+    """A module without memory: trained, evaluated afterwards, saved in both formats, resumed and tested from each."""
+    pl.seed_everything(3, verbose=False)
+    found: dict[str, Any] = {}
+    for kind in ("folder", "file"):
+        module = Late(optimizer)
+        trainer = make_trainer(folder, save_distributed_checkpoint=kind == "folder", **strategy)
+        trainer.fit(module, datamodule=Data())
+        found[f"{kind} fit"] = float(trainer.callback_metrics["val_loss"])
+        found["blank"] = sum(bool(p.isnan().all()) for p in module.parameters())
+        trainer.save_checkpoint(folder / f"{kind}.ckpt")
+        found[f"{kind} after"] = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"]
+        found[f"{kind} predicted"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
+        trainer.save_checkpoint(folder / f"{kind}-evaluated.ckpt")
+    for kind in ("folder", "file-evaluated", "folder-evaluated"):
+        trainer = make_trainer(folder, 2, **strategy)
+        trainer.fit(Late(optimizer), datamodule=Data(), ckpt_path=folder / f"{kind}.ckpt")
+        found[f"{kind} resumed"] = float(trainer.callback_metrics["val_loss"])
+        trainer, path = make_trainer(folder, **strategy), folder / f"{kind}.ckpt"
+        tested = trainer.validate(Late(optimizer), datamodule=Data(), ckpt_path=path, verbose=False)
+        found[f"{kind} tested"] = tested[0]["val_loss"]
+    return found
 
 
 def look_at_states(checkpoint: dict[str, Any]) -> None:

@@ -34,6 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def in_shards(folder: Path) -> list[dict[str, Any]]:
+    """Two replicas that share all parameters: none of the two has a whole module."""
+    holmes = {"sharded_parameters": True, "num_microbatches": 2}
+    payload = {"folder": str(folder), "cases": [*SEEDED, "pretrained", "unset"], "holmes": holmes}
+    return launch(2, "large_model_cases:fit_all", payload, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
 def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One process of the strategy, and two stages."""
     cases = [*SEEDED, "pretrained", "unset"]
@@ -65,6 +73,21 @@ def test_weights_and_losses_do_not_depend_on_the_layout(name: str, results: Any)
 
 
 @pytest.mark.xdist_group("large_models")
+@pytest.mark.parametrize("name", [*SEEDED, "pretrained"])
+def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, results: Any, in_shards: Any) -> None:
+    """Built, trained, and validated twice after the fit, for which they stay where they are. Where there is dropout replicas draw
+    each its own, so that losses differ."""
+    alone = results[0][name]
+    for rank in in_shards:
+        assert "error" not in rank[name], rank[name]
+        assert rank[name]["start"].keys() == alone["start"].keys()
+        for key, value in rank[name]["start"].items():
+            assert torch.equal(value, alone["start"][key]), key
+        if name in ("gpt", "hf", "pretrained"):
+            assert rank[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+@pytest.mark.xdist_group("large_models")
 def test_pretrained_weights_and_losses_are_those_of_plain_lightning(results: Any, folder: Path) -> None:
     plain = fit("pretrained", str(folder), None)
     for result in [results[0]["pretrained"], *(rank["pretrained"] for rank in results[1])]:
@@ -74,8 +97,8 @@ def test_pretrained_weights_and_losses_are_those_of_plain_lightning(results: Any
 
 
 @pytest.mark.xdist_group("large_models")
-def test_what_nothing_initialises_is_named_on_every_rank(results: Any) -> None:
-    for result in [results[0]["unset"], *(rank["unset"] for rank in results[1])]:
+def test_what_nothing_initialises_is_named_on_every_rank(results: Any, in_shards: Any) -> None:
+    for result in [results[0]["unset"], *(rank["unset"] for rank in (*results[1], *in_shards))]:
         assert "nothing gives gain a value" in result["error"]
 
 

@@ -1,13 +1,25 @@
 """Parameters in shards give the numbers of plain Lightning, and their checkpoints go everywhere. Tolerance 1e-5 (fp32), of the
 largest entry."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launch import launch
-from sharded_parameter_cases import OPTIMIZERS, REFUSED, Data, build, make_trainer, run_all, run_watched, state_of
+from sharded_parameter_cases import (
+    OPTIMIZERS,
+    REFUSED,
+    Data,
+    build,
+    make_trainer,
+    run_all,
+    run_late,
+    run_watched,
+    state_of,
+)
 
+from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.checkpoint.manifest import Manifest
 
@@ -75,6 +87,26 @@ def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
         assert rank["test"][0]["val_loss"] == pytest.approx(plain["test"][0]["val_loss"], rel=1e-5)
     texts = torch.stack([rank["predict"] for rank in ranks], dim=1).flatten(0, 1)
     assert torch.equal(texts, plain["predict"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_module_without_memory_lives_in_shards_also_between_runs(
+    optimizer: str, plain: dict[str, Any], ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Baseline: the strategy on one process, whose initial weights are the same. Neither rank has any parameter after the fit."""
+    expected = run_late(tmp_path, optimizer, num_microbatches=2)
+    assert expected.pop("blank") == 0
+    texts = [expected.pop(f"{kind} predicted") for kind in ("folder", "file")]
+    for rank in ranks:
+        found = dict(rank[f"late {optimizer}"])
+        assert found.pop("blank") == len(list(build().parameters()))
+        assert {k: v for k, v in found.items() if "predicted" not in k} == pytest.approx(expected, rel=1e-5)
+    for kind, text in zip(("folder", "file"), texts, strict=True):
+        mine = [rank[f"late {optimizer}"][f"{kind} predicted"] for rank in ranks]
+        assert torch.equal(torch.stack(mine, dim=1).flatten(0, 1), text)
+    state = read_state_dict(plain["folder"] / optimizer / "folder-evaluated.ckpt")
+    alone = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
+    assert_same({k: v for k, v in state.items() if k != "seen"}, {k: v for k, v in alone.items() if k != "seen"})
 
 
 def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
