@@ -149,6 +149,9 @@ class Fit(Run):
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         return sharding.hidden_in_hooks(self.shards, shards_parameters=self.stage_shards is not None)
 
+    def _hides_states(self) -> bool:
+        return self.has_gradients and (self.shards is not None or self.job.placement.pipeline_parallel_size > 1)
+
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
             self.abandon()

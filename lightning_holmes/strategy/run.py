@@ -354,6 +354,7 @@ class Run:
                 hidden=self._hidden_in_hooks,
                 shards=lambda: self.stage_shards,
                 waiting=lambda: self.context.builder.waiting,
+                hides_states=self._hides_states,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
@@ -374,6 +375,10 @@ class Run:
     def stage_shards(self) -> StageShards | None:
         """This rank's shares of the parameters, while they live in shards."""
         return None if self.sharing is None else self.sharing.shards
+
+    def _hides_states(self) -> bool:
+        """Whether this rank has a part of the optimizer's states, for Tripwires."""
+        return False
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, all is as the strategy's own work needs it, also where a hook of the user has called for it."""

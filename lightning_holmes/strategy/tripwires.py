@@ -44,6 +44,7 @@ from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
+from lightning_holmes.strategy.compat.optimizer_states import hiding_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
@@ -89,6 +90,7 @@ class _Hook:
         is_split: bool,
         meets: bool,
         shows_groups: bool,
+        hides_states: bool,
     ) -> None:
         self.name = name
         self.hidden = hidden
@@ -97,6 +99,7 @@ class _Hook:
         self.is_split = is_split
         self.meets = meets
         self.shows_groups = shows_groups
+        self.hides_states = hides_states
         self.brought: set[Wish] = set()
         self.arming: ExitStack | None = None
 
@@ -165,6 +168,7 @@ class Tripwires(Replacements):
         hidden: gives for "value" and "grad", where no rank has it whole at this moment: why, and what to do.
         shards: where this rank's parameters live at this moment, if that is in shards.
         waiting: gives the names of parameters that have no values yet.
+        hides_states: whether a rank has a part of the optimizer's states at this moment.
     """
 
     def __init__(
@@ -178,6 +182,7 @@ class Tripwires(Replacements):
         hidden: Callable[[], Mapping[str, str]] = dict,
         shards: Callable[[], StageShards | None] = lambda: None,
         waiting: Callable[[], Collection[str]] = tuple,
+        hides_states: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -188,6 +193,7 @@ class Tripwires(Replacements):
         self._hidden = hidden
         self._shards = shards
         self._waiting = waiting
+        self._hides_states = hides_states
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
@@ -243,7 +249,8 @@ class Tripwires(Replacements):
         several = self._job.placement.pipeline_parallel_size > 1
         is_split = several and self._pipeline.num_stages > 1  # not before the first batch, which makes the plan
         nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
-        if nested or not (is_split or hidden or waiting or shards is not None):
+        hides_states = self._hides_states()
+        if nested or not (is_split or hidden or waiting or hides_states or shards is not None):
             yield
             return
         self._hook = hook = _Hook(
@@ -254,6 +261,7 @@ class Tripwires(Replacements):
             is_split=is_split,
             meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
             shows_groups=not isinstance(owner, BaseFinetuning),  # whose groups compat/finetuning.py shows, and keeps
+            hides_states=hides_states,
         )
         try:
             self._arm(hook)
@@ -270,6 +278,8 @@ class Tripwires(Replacements):
         with ExitStack() as stack:
             if self._groups is not None and hook.shows_groups:
                 stack.enter_context(self._groups.shown())
+            if hook.hides_states:
+                stack.enter_context(hiding_states(self._trainer.strategy.optimizers, hook.name))
             stack.enter_context(_Watch(self._pipeline.names, self._on_read))
             hook.arming = stack.pop_all()
 

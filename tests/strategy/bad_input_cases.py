@@ -118,6 +118,20 @@ class Reads(pl.Callback):
         self.seen = [p.grad for p in pl_module.parameters()]
 
 
+class ReadsStates(pl.Callback):
+    """Reads what AdamW keeps, as people log it."""
+
+    def __init__(self, copies: bool = False) -> None:
+        self.copies = copies
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        if self.copies:
+            self.seen = optimizer.state_dict()
+        else:
+            self.seen = [optimizer.state[p]["exp_avg"].norm() for p in pl_module.parameters()]
+
+
 class Grows(pl.Callback):
     """Gives the optimizer a layer that the module has not had before."""
 
@@ -266,6 +280,14 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "parameters in shards": (
         lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Reads()]}),
         ("Reads.on_train_batch_end reads the gradient of stem.weight", "sharded_parameters=False"),
+    ),
+    "states of an optimizer": (
+        lambda s: _fit(s, trainer={"callbacks": [ReadsStates()]}),
+        ("ReadsStates.on_train_batch_end reads the state of AdamW", "checkpoint", "pipeline_parallel_size=1"),
+    ),
+    "a copy of its states": (
+        lambda s: _fit(s, pipeline_parallel_size=1, sharded_optimizer=True, trainer={"callbacks": [ReadsStates(True)]}),
+        ("ReadsStates.on_train_batch_end reads the state of AdamW", "sharded_optimizer=False"),
     ),
     "a layer that comes late": (
         lambda s: _fit(s, pipeline_parallel_size=1, trainer={"callbacks": [Grows()]}),

@@ -5,6 +5,7 @@ import copy
 import logging
 import traceback
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ class Steps(Plain):
                 return
         optimizer.step(closure=optimizer_closure)
         self.seen.append(norm_by_hand(self.parameters()))
+
+
+class Forgets(Plain):
+    """Forgets momentum after an epoch, in one of two ways, and steps by the optimizer itself."""
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        if self.current_epoch == 0:
+            optimizer.state.clear()
+        else:
+            optimizer.optimizer.state = defaultdict(dict)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(closure=optimizer_closure)
 
 
 class KeepsTrainer(Callback):
@@ -141,6 +156,10 @@ def case_clips_twice(setting: Setting) -> Any:
 def case_steps_by_what_it_sees(setting: Setting) -> Any:
     _, module = fit(setting, Steps)
     return {"seen": module.seen, "weights": weights(module)}
+
+
+def case_forgets_momentum(setting: Setting) -> Any:
+    return weights(fit(setting, Forgets, max_epochs=3)[1])
 
 
 def case_a_callback_that_keeps_the_trainer(setting: Setting) -> Any:

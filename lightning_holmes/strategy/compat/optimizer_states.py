@@ -1,0 +1,111 @@
+"""Optimizer states while a hook of the user runs: a rank has those of what it steps, and a hook would take them for all.
+
+    with hiding_states(trainer.strategy.optimizers, "Logs.on_train_batch_end"):
+        ...                         # the user's hook; optimizer.state[p] raises, optimizer.state.clear() does what it says
+
+The optimizer's own methods go on reading and writing them, but for ``state_dict``.
+"""
+
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import UnsupportedModuleError
+
+
+class HiddenState(MutableMapping[Any, Any]):
+    """Stands for ``optimizer.state``.
+
+    Args:
+        place: the user's hook, for messages.
+    """
+
+    def __init__(self, optimizer: Optimizer, place: str) -> None:
+        self._optimizer, self._place = optimizer, place
+        self.own: Any = optimizer.state
+
+    def _shown(self) -> Any:
+        """The states, to a method of the optimizer."""
+        frame: Any = sys._getframe(2)
+        if frame.f_locals.get("self") is not self._optimizer or frame.f_code.co_name == "state_dict":
+            self._refuse()
+        return self.own
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedModuleError(
+            f"{self._place} reads the state of {type(self._optimizer).__name__}, of which each rank has what it steps: that of "
+            f"its own stages, or of its share of them. Read it in a checkpoint (optimizer_states), or use "
+            f"pipeline_parallel_size=1 and sharded_optimizer=False"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._shown()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._shown()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._shown()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._shown()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shown())
+
+    def __len__(self) -> int:
+        return len(self._shown())
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def items(self) -> Any:
+        return self._shown().items()
+
+    def keys(self) -> Any:
+        return self._shown().keys()
+
+    def values(self) -> Any:
+        return self._shown().values()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._shown().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self._shown().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self._shown().setdefault(key, default)
+
+    def clear(self) -> None:
+        """Forget all states, here those of this rank."""
+        self.own.clear()
+
+
+@contextmanager
+def hiding_states(optimizers: Sequence[Optimizer], place: str) -> Iterator[None]:
+    """Inside, which is the user's ``place``, states cannot be read; they may be cleared, or replaced by none.
+
+    Raises:
+        UnsupportedModuleError: they are read, or others are put in their place.
+    """
+    hidden = [HiddenState(optimizer, place) for optimizer in optimizers]
+    for optimizer, state in zip(optimizers, hidden, strict=True):
+        optimizer.state = state  # type: ignore[assignment]
+    try:
+        yield
+        for optimizer, state in zip(optimizers, hidden, strict=True):
+            given: Any = optimizer.state
+            if given is not state and len(given):
+                raise UnsupportedModuleError(
+                    f"{place} gives {type(optimizer).__name__} other states, of which each rank would have to take its own part; "
+                    f"give a checkpoint as ckpt_path"
+                )
+            if given is not state:
+                state.own = given
+    finally:
+        for optimizer, state in zip(optimizers, hidden, strict=True):
+            optimizer.state = state.own
