@@ -17,7 +17,10 @@ from typing import Any, Literal
 import psutil
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_holmes.checking.first_step import attached
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
@@ -237,11 +240,20 @@ def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
 
 
 def configured(model: LightningModule) -> LightningModule:
-    """The same module after configure_model, which a trainer calls once whatever ``__init__`` has built.
+    """The same module after setup and configure_model, which a trainer calls once whatever ``__init__`` has built.
 
     Raises:
         UnsupportedModuleError: configure_model needs the device mesh of a run.
     """
+    if is_overridden("setup", model):
+        with attached(model):
+            try:
+                model.setup("fit")
+            except Exception as error:
+                rank_zero_warn(
+                    f"{type(model).__name__}.setup does not run without a run ({type(error).__name__}: {error}), and is left out: "
+                    f"where it builds layers, plan with what a run prints, or build them in configure_model"
+                )
     try:
         model.configure_model()
     except (AttributeError, TypeError) as error:

@@ -184,6 +184,25 @@ class Late(Runs):
         return self.scale * super().training_step(batch, batch_idx)
 
 
+class SetUp(Runs):
+    """Its blocks are made in setup()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def setup(self, stage):
+        assert stage == "fit" and self.trainer.world_size == 1
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+class AsksARun(Runs):
+    """Its setup() asks for what only a run has."""
+
+    def setup(self, stage):
+        self.classes = self.trainer.datamodule.classes
+
+
 class Adapted(Runs):
     """configure_model adds to layers that ``__init__`` has made; twice, and they would be there twice."""
 
@@ -224,19 +243,19 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
 @pytest.mark.parametrize("profile", ["fake", "measure"])
 def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, profile):
     found = {}
-    for name in ("Runs", "Late", "Adapted"):
+    for name in ("Runs", "Late", "SetUp", "AsksARun", "Adapted"):
         path = tmp_path / f"{name}.yaml"
         options = ["--format=json", f"--profile={profile}", f"--output={path}", f"--model={__name__}.{name}"]
         code, out, err = run(capsys, *SMALL, *options)
         assert code == 0, err
         found[name] = json.loads(out[out.index("{") :])["model"]
-        module = globals()[name]()
+        module = globals()["Runs" if name in ("SetUp", "AsksARun") else name]()
         module.configure_model()
         size = sum(p.numel() for p in module.parameters())
         assert found[name]["num_parameters"] == Plan.load(path).made_for.num_parameters == size
-    assert [model["layer_list"] for model in found.values()] == ["blocks"] * 3
+    assert [model["layer_list"] for model in found.values()] == ["blocks"] * 5
     bytes_of = {name: [layer["parameter_bytes"] for layer in model["layers"]] for name, model in found.items()}
-    assert bytes_of["Late"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4
+    assert bytes_of["Late"] == bytes_of["SetUp"] == bytes_of["AsksARun"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4
     assert bytes_of["Adapted"] == [4 * (64 + 8 + 64)] * 4
     if profile == "fake":
         assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
