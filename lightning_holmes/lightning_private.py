@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -28,6 +29,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torchmetrics import Metric
 
 # processes and collectives
@@ -272,3 +275,14 @@ def not_syncing(metric: Metric) -> Iterator[None]:
         yield
     finally:
         metric._to_sync = should
+
+
+def build_trainers_for_one_cpu() -> None:
+    """From now on each Trainer of this process is built for one process on the CPU, whatever device, strategy, precision and launcher it
+    is told: an optimizer node runs a script that was written for other hosts."""
+
+    class OneCpu(_AcceleratorConnector):
+        def __init__(self, **_: Any) -> None:
+            super().__init__(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
+
+    vars(trainer_module)["_AcceleratorConnector"] = OneCpu

@@ -15,6 +15,7 @@ import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
@@ -22,6 +23,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -445,3 +447,12 @@ def test_a_metric_gathers_nothing_while_it_shall_not() -> None:
     private.forget_computed(metric)
     metric.compute()
     assert gathered
+
+
+def test_a_trainer_is_built_for_one_cpu_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "_AcceleratorConnector", trainer_module._AcceleratorConnector)  # to be put back
+    private.build_trainers_for_one_cpu()
+    trainer = pl.Trainer(accelerator="gpu", devices=8, num_nodes=4, precision="16-mixed", strategy="fsdp", logger=False)
+    assert (
+        trainer.world_size == 1 and isinstance(trainer.accelerator, CPUAccelerator) and trainer.precision == "32-true"
+    )

@@ -379,6 +379,7 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "activation_dtype": "bf16",
         "sharded_optimizer": True,
         "sharded_parameters": False,
+        "optimizer_nodes": 0,
         "master_weights": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],

@@ -10,7 +10,7 @@ from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderState
 from lightning_holmes.checkpoint.plain import load_optimizer_state_dict, load_states, states_by_name
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import CheckpointError
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import has_load_hooks
@@ -91,13 +91,13 @@ def load_optimizer_state(
     saved: Mapping[str, Any],
     groups: Sequence[Sequence[str]],
     local: set[str],
-    shards: ShardedOptimizer | None = None,
+    shards: OwnedStates | None = None,
 ) -> None:
     """Load the states of this rank's parameters, saved in either format; all ranks must call.
 
     Args:
         local: the names of this rank's parameters.
-        shards: where the optimizer holds pieces of them.
+        shards: who has the states, if the optimizer has not.
 
     Raises:
         CheckpointError: the saved groups hold other parameters than this run's.
@@ -105,7 +105,7 @@ def load_optimizer_state(
     """
     state = saved["state"]
     if shards is not None:
-        local = {piece.name for piece in shards.pieces}
+        local = shards.names
     if isinstance(state, FolderOptimizerState):
         mine = [n for g in groups for n in g]
         saved_groups = [list(group["params"]) for group in saved["param_groups"]]
@@ -143,11 +143,10 @@ def load_optimizer_state(
         _load_pieces(saved, groups, shards)
 
 
-def _load_pieces(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shards: ShardedOptimizer) -> None:
-    """Load states of whole parameters, numbered by their places in ``groups``, into an optimizer that holds pieces."""
+def _load_pieces(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shards: OwnedStates) -> None:
+    """Load states of whole parameters, numbered by their places in ``groups``, where the optimizer does not hold these."""
     states = states_by_name(saved, groups)
-    held = [[shards.cut(p, states[p.name]) if p.name in states else None for p in pieces] for pieces in shards.held()]
-    load_states(shards.optimizer, saved, held)
+    load_states(shards.optimizer, saved, shards.cut_by_group(states))
     shards.loaded(states)
 
 

@@ -14,6 +14,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("lightning_holmes.commands.convert", "a checkpoint as a folder, a plain file or safetensors"),
     "tokenize": ("lightning_holmes.commands.tokenize", "text as the token files that TokenFile reads"),
     "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),
+    "optimizer-node": (
+        "lightning_holmes.commands.optimizer_node",
+        "this host as an optimizer node of a job, by the job's own script",
+    ),
     "bench": ("lightning_holmes.commands.bench", "the same training by several strategies, side by side on a testbed"),
 }
 

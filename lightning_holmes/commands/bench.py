@@ -3,6 +3,7 @@
     lightning-holmes bench
     lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
     lightning-holmes bench --case layered            # layered accumulation against FSDP2's three ways
+    lightning-holmes bench --case optimizer-node     # parameters and states on a host beside the workers
     lightning-holmes bench --contenders floor holmes --timeline      # and where a step's seconds go
 
 Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
@@ -13,15 +14,19 @@ numbered at random. The floor is measured first and last, and all its steps coun
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,11 +46,13 @@ from lightning_holmes.commands.benchmark.worker import TIMELINE
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.commands.testbed import parse_rate, show_rate
 from lightning_holmes.errors import ConfigurationError, TestbedError
+from lightning_holmes.optim.node.server import DEFAULT_PORT, SECRET
 
 FLOOR = "floor"
 _WORKER = "lightning_holmes.commands.benchmark.worker"
 _FAST_KINDS: tuple[TransportKind, ...] = ("infiniband", "roce")
 _ETHERNET = "eth0"
+_NODE = "memory"
 
 
 def main(args: list[str]) -> None:
@@ -105,6 +112,7 @@ def main(args: list[str]) -> None:
         job,
         [CONTENDERS[name] for name in CONTENDERS if name in names],
         cpu_shares=options.cpu_share * (len(topology.clusters) // len(options.cpu_share)),
+        node_rate=parse_rate(options.node_rate or case.node_rate, source="--node-rate"),
         rounds=options.rounds,
         timeout_s=options.timeout,
         command=command,
@@ -142,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     network.add_argument("--fast", help="rate inside clusters; by default the case's")
     network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
+    network.add_argument("--node-rate", help="rate of an optimizer node; by default the case's")
     training = parser.add_argument_group("training")
     training.add_argument("--hidden-size", type=int, default=defaults.hidden_size)
     training.add_argument("--layers", type=int, default=defaults.num_layers)
@@ -198,6 +207,7 @@ def run_benchmark(
     contenders: Sequence[Contender],
     *,
     cpu_shares: Sequence[float],
+    node_rate: float,
     rounds: int,
     timeout_s: float,
     command: str,
@@ -207,7 +217,8 @@ def run_benchmark(
     """Run the contenders in turn on one testbed.
 
     Args:
-        cpu_shares: cores of a host, for each cluster.
+        cpu_shares: cores of a host, for each cluster; optimizer nodes have as many as the last.
+        node_rate: bytes a second of an optimizer node's card.
         timelines: a folder for those of Holmes's last runs.
     """
     order = [contender for _ in range(rounds) for contender in contenders]
@@ -218,7 +229,9 @@ def run_benchmark(
         for cluster, share in zip(job.topology.clusters, cpu_shares, strict=True)
         for host in cluster.hosts
     }
-    with Testbed(job.topology, TestbedOptions(host_cpu_shares=of_hosts, precedence=True)) as bed:
+    hosts = with_node_hosts(job.topology, max(contender.optimizer_nodes for contender in contenders), node_rate)
+    of_hosts = {host.name: of_hosts.get(host.name, cpu_shares[-1]) for host in hosts.hosts}
+    with Testbed(hosts, TestbedOptions(host_cpu_shares=of_hosts, precedence=True)) as bed:
         for number, contender in enumerate(order, start=1):
             print(f"[{number}/{len(order)}] {contender.title}", end=" ... ", flush=True)
             result = run_contender(bed, contender, job, timeout_s=timeout_s, verbose=verbose, timelines=timelines)
@@ -265,19 +278,23 @@ def run_contender(
         }
         (folder / "job.json").write_text(json.dumps(written))
         order = contender.node_order(job)
-        results = bed.torchrun(
-            ["-m", _WORKER, contender.name, str(folder)],
-            nproc_per_node=job.processes_per_host,
-            shuffle_nodes=order is None,
-            node_order=order,
-            env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"},
-            host_env=lambda host: (
-                {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
-            ),
-            folder=folder,
-            timeout_s=timeout_s,
-            echo=(lambda host, line: print(f"[{host}] {line}", flush=True)) if verbose else None,
-        )
+        echo = (lambda host, line: print(f"[{host}] {line}", flush=True)) if verbose else None
+        secret = {SECRET: secrets.token_hex(16)} if contender.optimizer_nodes else {}
+        with _optimizer_nodes(bed, contender, job, env=secret, timeout_s=timeout_s, echo=echo):
+            results = bed.torchrun(
+                ["-m", _WORKER, contender.name, str(folder)],
+                nproc_per_node=job.processes_per_host,
+                shuffle_nodes=order is None,
+                node_order=order,
+                hosts=[host.name for host in job.topology.hosts],
+                env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | secret,
+                host_env=lambda host: (
+                    {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
+                ),
+                folder=folder,
+                timeout_s=timeout_s,
+                echo=echo,
+            )
         try:
             raise_if_failed(results, timeout_s)
         except TestbedError as error:
@@ -292,10 +309,47 @@ def run_contender(
         rank_steps_s=[rank["steps_s"] for rank in ranks],
         ethernet_bytes=max(cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
         fast_bytes=max(sum(cards.values()) - cards[_ETHERNET] for cards in sent.values()) / job.workload.steps,
+        received_bytes=max(rank["received_bytes"] for rank in ranks) / job.workload.steps,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),
         plans=[] if ranks[0]["plan"] is None else [ranks[0]["plan"]],
         seconds_by_kind=seconds_by_kind,
     )
+
+
+@contextlib.contextmanager
+def _optimizer_nodes(
+    bed: Testbed,
+    contender: Contender,
+    job: BenchmarkJob,
+    *,
+    env: dict[str, str],
+    timeout_s: float,
+    echo: Callable[[str, str], None] | None,
+) -> Generator[None, None, None]:
+    """Inside, the contender's optimizer nodes run on hosts of their own; they end with the job."""
+    master = bed.layout.host(job.topology.hosts[0].name).ethernet.address
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+
+    def serve(number: int) -> None:
+        command = [python, "-m", "lightning_holmes.optim.node", f"{master}:{DEFAULT_PORT}", str(number)]
+        bed.run(command, hosts=[f"{_NODE}{number}"], env=env, timeout_s=timeout_s, echo=echo)
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(contender.optimizer_nodes)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+def with_node_hosts(topology: Topology, count: int, bandwidth_bytes_per_s: float) -> Topology:
+    """The same with ``count`` hosts beside the clusters, for optimizer nodes."""
+    nic = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    hosts = tuple(Host(name=f"{_NODE}{number}", devices=1, nics=(nic,)) for number in range(count))
+    nodes = (Cluster(name="optimizer-nodes", hosts=hosts),) if hosts else ()
+    return dataclasses.replace(topology, clusters=(*topology.clusters, *nodes))
 
 
 def _keep_timeline(folder: Path, output: Path, contender: Contender) -> dict[str, float]:
@@ -324,6 +378,7 @@ def join(results: Sequence[Result]) -> Result:
         ],
         ethernet_bytes=good[0].ethernet_bytes,
         fast_bytes=good[0].fast_bytes,
+        received_bytes=good[0].received_bytes,
         peak_bytes=max(result.peak_bytes for result in good),
         plans=[plan for result in good for plan in result.plans],
         seconds_by_kind=mean_by_kind([result.seconds_by_kind for result in good]),

@@ -6,6 +6,8 @@ ShardedStates       on every replica    nothing, see there  sum of the share    
 Layered             1/dp, and two       gather; let go      sum of the share    1/dp (arXiv 2106.02679)
                     stages in flight
 Fetched             the same, where nothing is trained
+Layered, with       on optimizer nodes  pull; let go        push                on the nodes (LuWu, arXiv 2409.00918)
+remote.py's parts
 """
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from lightning_holmes.comm.queue import Work
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
 
@@ -92,7 +95,7 @@ class Layered(Fetched):
     """Parameters live in shards; a stage is whole while it is computed (stage_shards.py), and its gradients go to their owners
     while the stage before runs backward (layered.py). For schedules that run all microbatches through a stage before the next."""
 
-    def __init__(self, stage_shards: StageShards, reducer: LayeredReducer, shards: ShardedOptimizer) -> None:
+    def __init__(self, stage_shards: StageShards, reducer: LayeredReducer, shards: OwnedStates) -> None:
         super().__init__(stage_shards)
         self._reducer = reducer
         reducer.on_laid_out = shards.prepare

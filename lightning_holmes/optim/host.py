@@ -4,7 +4,7 @@
     host.absorb()                       # after hooks of the user
     host.clip_by_norm(parameters, 1.0)
 
-LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces.
+LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces; RemoteHost (remote.py) tells optimizer nodes to.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +25,7 @@ from lightning_holmes.optim.clip import (
 )
 from lightning_holmes.optim.finite import check_finite
 from lightning_holmes.optim.loss_scale import LossScale
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 
 
@@ -46,8 +47,8 @@ class OptimizerHost(Protocol):
     """One a run. All ranks make one, alike, and call :meth:`take_gradients`, :meth:`norm` and clipping together."""
 
     @property
-    def shards(self) -> ShardedOptimizer | None:
-        """What holds the optimizer's pieces, where it steps such."""
+    def shards(self) -> OwnedStates | None:
+        """Who has the optimizer's states, where it does not step whole parameters here."""
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """Make what was gathered the optimizer's gradients, after the ``last`` batch of a window reduced ones; ``skipped``: this

@@ -83,11 +83,7 @@ class LayeredReducer:
         ]
 
     def _sizes(self, stage: int | None) -> list[tuple[int, torch.dtype]]:
-        return [(part.numel, self._dtype_of(part)) for part in self._trained[stage]]
-
-    def _dtype_of(self, part: Part) -> torch.dtype:
-        own, wanted = part.dtype, self._dtype
-        return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
+        return [(part.numel, gathered_dtype(part, self._dtype)) for part in self._trained[stage]]
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -167,9 +163,13 @@ class LayeredReducer:
                 self.parameters[name].grad = None
         if not buffers:
             return None
-        work = self.queue.start(lambda: self._sum(parts, buffers), "bucket_reduce")
+        work = self.queue.start(self._reduction(parts, buffers), "bucket_reduce")
         self._works.append(work)
         return work
+
+    def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
+        """What takes these gradients to their owners, in the queue."""
+        return lambda: self._sum(parts, buffers)
 
     def _sum(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         for part, buffer in zip(parts, buffers, strict=True):
@@ -243,6 +243,12 @@ class LayeredReducer:
         self._hooks.clear()
         self._views.clear()
         self.queue.close()
+
+
+def gathered_dtype(part: Part, wanted: torch.dtype | None) -> torch.dtype:
+    """In which a part's gradients gather, where ``wanted`` is asked for: double precision stays."""
+    own = part.dtype
+    return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
 
 
 def choose_collective(

@@ -7,19 +7,55 @@ moments of Adam), and are cut and joined; or they hold for the parameter as a wh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
 """The entry of a parameter's state that is the parameter itself in fp32."""
 _SMALL = 64  # elements; up to here a tensor travels with the description of the others
+
+
+class OwnedStates(Protocol):
+    """States that no optimizer of this rank has for its whole parameters: a sharded optimizer's, or those of optimizer nodes."""
+
+    whole_gradients: bool
+    """Each replica has whole gradients in ``p.grad``."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's."""
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose states this rank reads of a checkpoint."""
+
+    def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
+        """Of the states of whole parameters by name, what belongs to each entry of the optimizer's groups."""
+
+    def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """After ``optimizer.load_state_dict`` with those."""
+
+    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
+        """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
+
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+        """The same on :meth:`destination`, some at a time, when somebody takes them: the keys of those that come here, and what
+        brings them. All replicas call, and take or finish."""
+
+    def destination(self, name: str) -> int:
+        """The replica that brings a parameter's state into a folder."""
+
+    def prepare(self) -> None:
+        """When a batch begins: look whether there are groups of parameters that are new."""
 
 
 @dataclass(frozen=True, slots=True)

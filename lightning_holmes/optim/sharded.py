@@ -379,9 +379,17 @@ class ShardedOptimizer:
             return {k: _laid_out(v, parameter) for k, v in kept.items()}
         return cut_state(state, piece, parameter, self._element_keys(piece.name))
 
-    def held(self) -> list[list[Piece]]:
-        """For each group of the optimizer, what its "params" are pieces of."""
-        return self._held_by_group()
+    @property
+    def names(self) -> set[str]:
+        """The parameters of which this rank has pieces."""
+        return {piece.name for piece in self._tensors}
+
+    def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
+        """For each group of the optimizer, the states of what its "params" are pieces of."""
+        return [
+            [self.cut(piece, states[piece.name]) if piece.name in states else None for piece in pieces]
+            for pieces in self._held_by_group()
+        ]
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """After ``optimizer.load_state_dict``: masters as they were saved, where they were."""

@@ -133,14 +133,7 @@ class StageShards:
             bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
         self.by_elements = by_elements
         self._pieces, self.parts, self._places, self._of_stage = [], [], {}, {}
-        groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
-        for name, parameter in self.parameters.items():
-            stages = self._stages_of.get(name, ())
-            stage = next(iter(stages)) if len(stages) == 1 and name not in self._ranks_of else None
-            ranks = self._ranks_of.get(name, ())
-            key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
-            groups.setdefault(key, []).append(name)
-        for (stage, ranks, *_), names in groups.items():
+        for stage, ranks, names in self._grouped():
             part = self._cut(names, stage, ranks)
             if former is not None and former.has(part):
                 part.shard = former.give(part)
@@ -153,9 +146,23 @@ class StageShards:
             self._add(part)
         if former is not None:
             former.queue.close()
+        self._make_buffers()
+        return self._pieces
+
+    def _grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
+        """What makes a part each: the stage that reads it, the other ranks that hold it, and its names."""
+        groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            stages = self._stages_of.get(name, ())
+            stage = next(iter(stages)) if len(stages) == 1 and name not in self._ranks_of else None
+            ranks = self._ranks_of.get(name, ())
+            key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
+            groups.setdefault(key, []).append(name)
+        return [(stage, ranks, names) for (stage, ranks, *_), names in groups.items()]
+
+    def _make_buffers(self) -> None:
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
         self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
-        return self._pieces
 
     def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Part:
         """Lay these parameters side by side, the next part, and note its pieces."""

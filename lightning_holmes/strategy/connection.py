@@ -67,6 +67,11 @@ class Connection:
         self._environment = environment
         self._has_groups = False
 
+    @property
+    def master(self) -> str | None:
+        """The address of rank 0."""
+        return numeric_address(self._environment.main_address)
+
     def open(self) -> None:
         """Join WORLD where this process has not yet, and watch for failures. Every rank must call.
 

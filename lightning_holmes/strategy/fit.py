@@ -24,7 +24,9 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -34,7 +36,13 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
-from lightning_holmes.strategy.gradients import Gradients, make_gradients, make_layered_gradients, make_sharing
+from lightning_holmes.strategy.gradients import (
+    Gradients,
+    make_gradients,
+    make_layered_gradients,
+    make_remote_gradients,
+    make_sharing,
+)
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
@@ -56,6 +64,8 @@ class Fit(Run):
         accumulates: more batches come before the optimizer's step.
     """
 
+    has_gradients = False
+
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         self._found: Separability | None = None  # of the optimizer, once there is one
         super().__init__(trainer, context)
@@ -66,7 +76,9 @@ class Fit(Run):
         self._trial: SplitTrial | None = None
         self.gradients: Gradients
         self.has_gradients = False
-        self.shards: ShardedOptimizer | None = None
+        self.shards: OwnedStates | None = None
+        if self.options.optimizer_nodes:
+            self.job.optimizer_nodes(self.options.optimizer_nodes)  # they start meanwhile
         self._make_optimizers()
         self._averages: WeightAverages | None = None
         self._show_whole_module_to_callbacks(self.job.groups.pipeline)
@@ -114,7 +126,9 @@ class Fit(Run):
         self._install()
         self.parameter_groups.keep_local()
         assert self.planned is not None
-        if self.planned.sharded_parameters:
+        if options.optimizer_nodes:
+            self.gradients = self._make_remote_gradients(self._found)
+        elif self.planned.sharded_parameters:
             self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
             self.gradients = make_gradients(
@@ -131,7 +145,7 @@ class Fit(Run):
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
         undo.callback(self._close_gradients)
-        if self._averages is not None and self.stage_shards is not None:
+        if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
             self._averages.shard(self.stage_shards)
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
@@ -147,7 +161,11 @@ class Fit(Run):
         return sharding.why_not_sharded(self._found, optimizer, self.trainer, compression=self.options.compression)
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
-        return sharding.hidden_in_hooks(self.shards, shards_parameters=self.stage_shards is not None)
+        return sharding.hidden_in_hooks(
+            self.shards,
+            shards_parameters=self.stage_shards is not None,
+            optimizer_nodes=self.options.optimizer_nodes if self.has_gradients else 0,
+        )
 
     def _hides_states(self) -> bool:
         return self.has_gradients and (self.shards is not None or self.job.placement.pipeline_parallel_size > 1)
@@ -166,11 +184,7 @@ class Fit(Run):
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Parameters in shards from now on."""
         connection, options = self.job.connection, self.options
-        if found is None:
-            raise UnsupportedModuleError(
-                "sharded_parameters=True needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
-            )
-        (optimizer,) = self.trainer.strategy.optimizers
+        found, optimizer = self._admitted(found, "sharded_parameters=True")
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer)
         if refusal:
             raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
@@ -192,10 +206,49 @@ class Fit(Run):
             all_gather=connection.all_gather,
         )
 
+    def _make_remote_gradients(self, found: Separability | None) -> Gradients:
+        """Parameters on optimizer nodes from now on."""
+        job, count = self.job, self.options.optimizer_nodes
+        found, optimizer = self._admitted(found, f"optimizer_nodes={count}")
+        refusal = sharding.refusal_of_nodes(found, optimizer, self.trainer)
+        if refusal:
+            raise UnsupportedModuleError(f"optimizer_nodes={count}: {refusal}; use optimizer_nodes=0")
+        reasons = job.connection.all_gather(sharding.why_deferred(self.trainer))  # a callback may be on one rank only
+        deferred = next(filter(None, reasons), "")
+        if job.connection.rank == 0:
+            when = f"at the optimizer's step, since {deferred}" if deferred else "as soon as its last gradient has come"
+            print(f"optimizer nodes update a layer {when}", flush=True)
+        return make_remote_gradients(
+            self.pipeline,
+            job.groups,
+            self.plan,
+            job.connection.device,
+            optimizer=optimizer,
+            names=self._local_group_names(optimizer),
+            options=self.options.gradient_options,
+            nodes=job.optimizer_nodes(count),
+            is_eager=not deferred,
+        )
+
+    def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
+        """The optimizer, and how it can be sharded, where ranks shall not hold whole parameters between steps."""
+        if found is None:
+            raise UnsupportedModuleError(
+                f"{asked} needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
+            )
+        (optimizer,) = self.trainer.strategy.optimizers
+        return found, optimizer
+
     def _local_group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """For each group of the optimizer, this rank's parameters."""
         local = self.pipeline.local_parameters
         return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
+
+    @property
+    def stage_shards(self) -> StageShards | None:
+        """Likewise where optimizer nodes hold them."""
+        remote = self.gradients.stage_shards if self.has_gradients and self.options.optimizer_nodes else None
+        return super().stage_shards if remote is None else remote
 
     def abandon(self) -> None:
         """The run has failed: wait for nothing any more."""

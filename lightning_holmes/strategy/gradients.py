@@ -13,18 +13,22 @@ from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.optim.elementwise import Separability
+from lightning_holmes.optim.elementwise import Separability, marks_of
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
 from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer, choose_collective
+from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer
+from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
+from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,69 @@ def make_layered_gradients(
         exchange=Layered(stage_shards, reducer, shards),
         host=ShardedHost(shards, reducer, groups, device, **_about(pipeline, scaler)),
         stage_shards=stage_shards,
+    )
+
+
+def make_remote_gradients(
+    pipeline: PipelineModule,
+    groups: ProcessGroups,
+    plan: Plan,
+    device: torch.device,
+    *,
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    options: GradientOptions,
+    nodes: OptimizerNodes,
+    is_eager: bool,
+) -> Gradients:
+    """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
+
+    Args:
+        names: for each of the optimizer's groups, those of this rank's parameters.
+        is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
+    """
+    parameters = StageParameters.of(pipeline, plan.rank_of)
+    dtype = GRAD_DTYPES[options.grad_dtype]
+    size, rank = plan.placement.data_parallel_size, groups.data_parallel_rank
+    remote = RemoteParameters(
+        parameters.by_name,
+        stages=pipeline.stages,
+        stages_of=parameters.stages_of,
+        shared=parameters.shared,
+        num_replicas=size,
+        replica=rank,
+        queue=make_comm_queue(device),
+    )
+    units = remote.lay_out_units(dtype)
+    by_name = parameters.by_name
+    marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
+    links, place_of = nodes.open(
+        units,
+        describe_optimizer(optimizer, names, marks),
+        pipeline_rank=groups.pipeline_rank,
+        num_pipelines=plan.placement.pipeline_parallel_size,
+        num_workers=size,
+        worker=rank,
+    )
+    remote.leave_to(links, place_of)
+    reducer = RemoteReducer(
+        remote,
+        groups,
+        plan.placement,
+        device,
+        stages=pipeline.stages,
+        shared=list(parameters.shared),
+        dtype=dtype,
+        queue=make_comm_queue(device),
+        collective=None,
+        is_eager=is_eager,
+    )
+    states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size)
+    return Gradients(
+        reducer=reducer,
+        exchange=Layered(remote, reducer, states),
+        host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner),
+        stage_shards=remote,
     )
 
 

@@ -20,6 +20,7 @@ from lightning_holmes.comm.mesh import release
 from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.job_layout import build_device_mesh, find_topology, lay_out_job
+from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
 from lightning_holmes.strategy.options import Options
 
 
@@ -57,6 +58,21 @@ class Job:
         if connection.world_size > 1:
             self.device_mesh = build_device_mesh(self.layout, connection.device.type)
         self.topology, self.placement, self.groups = topology, self.layout.placement, self.layout.groups
+        self._nodes: OptimizerNodes | None = None
+
+    def optimizer_nodes(self, count: int) -> OptimizerNodes:
+        """The job's, started when they are first asked for. All ranks must call, with the same count."""
+        if self._nodes is None:
+            connection = self.connection
+            self._nodes = OptimizerNodes(
+                count,
+                num_hosts=connection.num_nodes,
+                master=connection.master,
+                is_rank_0=connection.rank == 0,
+                ask_rank_0=connection.ask_rank_0,
+                timeout=connection.options.timeout,
+            )
+        return self._nodes
 
     @property
     def place_of_rank_0(self) -> tuple[int, int, int]:

@@ -70,6 +70,7 @@ class Options:
     activation_dtype: str | None
     sharded_optimizer: bool | Literal["auto"]
     sharded_parameters: bool | Literal["auto"]
+    optimizer_nodes: int
     master_weights: bool
     monitor: bool | int
     process_group_backend: str | None
@@ -110,17 +111,50 @@ class Options:
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
+        nodes = self.optimizer_nodes
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
+            raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
+        if nodes:
+            self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
         if self.sharded_parameters is True:
             self._check_sharded_parameters()
 
-    def _check_sharded_parameters(self) -> None:
-        """Refuse what parameters in shards cannot be had with."""
+    def _check_optimizer_nodes(self, asked: str) -> None:
+        """Refuse what optimizer nodes cannot be had with."""
+        self._check_layered(asked)
+        for name, value, reason in (
+            (
+                "sharded_parameters",
+                self.sharded_parameters,
+                "nodes hold the parameters, and replicas no shares of them",
+            ),
+            (
+                "sharded_optimizer",
+                self.sharded_optimizer is True,
+                "nodes hold its states, and replicas no shares of them",
+            ),
+            ("master_weights", self.master_weights, "nodes step parameters in their own type"),
+            (
+                "tensor_parallel_size",
+                self.tensor_parallel_size > 1,
+                "nodes hold whole parameters, not a tensor group's parts",
+            ),
+            ("compression", self.compression, "workers send gradients as they are"),
+        ):
+            if value:
+                raise ConfigurationError(f"{asked} with {name}={getattr(self, name)!r}: {reason}; leave {name} out")
+
+    def _check_layered(self, asked: str) -> None:
         schedule = self.plan_options.schedule
         if schedule != "auto" and not SCHEDULES[schedule].is_layered:
             raise ConfigurationError(
-                f"sharded_parameters=True with schedule={schedule!r}: each stage would be gathered for each microbatch, or "
+                f"{asked} with schedule={schedule!r}: each stage would be gathered for each microbatch, or "
                 f'stay whole; use schedule="breadth_first", under which all microbatches pass a stage before the next one'
             )
+
+    def _check_sharded_parameters(self) -> None:
+        """Refuse what parameters in shards cannot be had with."""
+        self._check_layered("sharded_parameters=True")
         if self.tensor_parallel_size > 1:
             raise ConfigurationError(
                 f"sharded_parameters=True with tensor_parallel_size={self.tensor_parallel_size}: parameters are sharded over "
@@ -160,13 +194,18 @@ class Options:
     @property
     def _schedule(self) -> str:
         """What is asked for; parameters in shards ask for a layered one where neither argument nor plan file names one."""
-        implied = self.sharded_parameters is True and self.schedule == "auto" and self.plan is None
+        implied = self.is_layered and self.schedule == "auto" and self.plan is None
         return "breadth_first" if implied else self.schedule
 
     @property
     def chooses_schedule(self) -> bool:
         """Whether nobody has settled a schedule, neither an argument nor a plan file."""
-        return self.schedule == "auto" and self.plan is None and self.sharded_parameters is not True
+        return self.schedule == "auto" and self.plan is None and not self.is_layered
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether it is settled that parameters are whole only while their stage is computed."""
+        return self.sharded_parameters is True or self.optimizer_nodes > 0
 
     def without_measuring(self) -> Options:
         """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
@@ -191,7 +230,7 @@ class Options:
 
     @functools.cached_property
     def training_options(self) -> TrainingOptions:
-        """What decides what a step sends and holds, as predictions take it."""
+        """What decides what a step sends and holds, as predictions take it; they do not know optimizer nodes."""
         return _taken(TrainingOptions, self)
 
     @property

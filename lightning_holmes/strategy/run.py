@@ -352,9 +352,10 @@ class Run:
                 rank_of=lambda stage: self.plan.rank_of(stage),
                 groups=groups,
                 hidden=self._hidden_in_hooks,
-                shards=lambda: self.stage_shards,
+                shards=lambda: None if self.options.optimizer_nodes else self.stage_shards,
                 waiting=lambda: self.context.builder.waiting,
                 hides_states=self._hides_states,
+                hides=self.options.optimizer_nodes > 0,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))

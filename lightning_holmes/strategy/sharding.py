@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -20,10 +20,13 @@ from lightning_holmes.optim.elementwise import Separability, step_seconds, test_
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
+
+_BEFORE_STEP = (*GRADIENT_HOOKS, "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class ShardingOptions:
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
     sharded_parameters: bool | Literal["auto"] = False
+    optimizer_nodes: int = 0
     master_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -57,7 +61,7 @@ class ShardingOptions:
 
 def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
     """Whether it is worth while to test optimizers."""
-    asked = options.master_weights or options.sharded_parameters is True
+    asked = options.master_weights or options.sharded_parameters is True or options.optimizer_nodes > 0
     return asked or (options.sharded_optimizer is not False and data_parallel_size > 1)
 
 
@@ -207,8 +211,38 @@ def gradient_readers(trainer: "pl.Trainer") -> list[str]:
     return [f"{type(owner).__name__}.{hook}" for owner, hook in found]
 
 
-def hidden_in_hooks(shards: ShardedOptimizer | None, *, shards_parameters: bool) -> dict[str, str]:
+def refusal_of_nodes(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+    """Likewise why optimizer nodes cannot hold them."""
+    refusal = refusal_of(found, optimizer, trainer)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
+    device = trainer.strategy.root_device
+    if device.type != "cpu":
+        refusal = refusal or f"workers on {device} are not built yet, only such on the CPU"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        refusal = refusal or 'the GradScaler of precision="16-mixed" looks at gradients, which workers do not keep'
+    if torch.is_anomaly_enabled():
+        refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
+    return refusal
+
+
+def why_deferred(trainer: "pl.Trainer") -> str:
+    """Why optimizer nodes must wait for the optimizer's step before they update anything; empty if they need not: nothing between
+    a batch's beginning and the step needs gradients, or may change it or leave it out."""
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients first"
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    found = overridden_hooks(trainer.lightning_module, users_callbacks(callbacks), _BEFORE_STEP)
+    return next((f"{type(owner).__name__}.{hook} may change a step or leave it out" for owner, hook in found), "")
+
+
+def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int) -> dict[str, str]:
     """What of parameters ("value", "grad") hooks of the user cannot see whole, and why, for Tripwires."""
+    if optimizer_nodes:
+        why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
+        return {"value": why, "grad": why}
     if shards_parameters:
         return {"grad": "each replica holds a share of it; use sharded_parameters=False"}
     if shards is None or shards.whole_gradients:

@@ -124,6 +124,9 @@ class HolmesStrategy(ParallelStrategy):
             computed (see docs/layered.md). The schedule is "breadth_first" then. "auto": where nothing else fits the memory, or a step
             takes 5 % less by prediction. It is no default, since hooks that read parameters or gradients are refused with it, which
             shows when they do.
+        optimizer_nodes: so many processes without a device hold parameters and optimizer states, and update them; workers push
+            gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is
+            "breadth_first" then.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
@@ -163,6 +166,7 @@ class HolmesStrategy(ParallelStrategy):
         activation_dtype: Literal["bf16"] | None = None,
         sharded_optimizer: bool | Literal["auto"] = "auto",
         sharded_parameters: bool | Literal["auto"] = False,
+        optimizer_nodes: int = 0,
         master_weights: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,

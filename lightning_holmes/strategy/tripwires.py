@@ -169,6 +169,7 @@ class Tripwires(Replacements):
         shards: where this rank's parameters live at this moment, if that is in shards.
         waiting: gives the names of parameters that have no values yet.
         hides_states: whether a rank has a part of the optimizer's states at this moment.
+        hides: there may be something hidden; else one process alone has nothing to watch.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class Tripwires(Replacements):
         shards: Callable[[], StageShards | None] = lambda: None,
         waiting: Callable[[], Collection[str]] = tuple,
         hides_states: Callable[[], bool] = lambda: False,
+        hides: bool = False,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -194,12 +196,13 @@ class Tripwires(Replacements):
         self._shards = shards
         self._waiting = waiting
         self._hides_states = hides_states
+        self._hides = hides
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
 
     def __enter__(self) -> Self:
-        if self._job.connection.world_size == 1:
+        if self._job.connection.world_size == 1 and not self._hides:
             return self
         module: Any = self._trainer.lightning_module
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]

@@ -228,3 +228,21 @@ def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -
     shown = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
     assert "5.0%" in shown[0] and "forward and backward" in shown[0]
     assert "10.0%" in shown[1] and "of the step" in shown[1]
+
+
+@pytest.mark.usefixtures("testbed_works", "quick_start")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(900)
+def test_with_an_optimizer_node_twice_the_parameters_come_and_gradients_go_once() -> None:
+    """Two workers and a node on a host of its own, by the kernel's counters: in at most 1.05 of 2 P (the last layers come once), in
+    and out together at most 1.05 of 3 P. What goes out counts the acknowledgements of what comes in, four percent of P."""
+    workload = Workload(
+        hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=4, warmup_steps=1, steps=2
+    )
+    job = dataclasses.replace(job_of(2), workload=workload)
+    with Testbed(bench.with_node_hosts(job.topology, 1, 500e6), TestbedOptions(cpu_share=0.4)) as bed:
+        result = bench.run_contender(bed, CONTENDERS["optimizer-node"], job, timeout_s=200, verbose=False)
+        assert result.problem is None, result.problem
+    parameters = 4 * workload.num_parameters
+    found = {"in": result.received_bytes / parameters, "out": (result.fast_bytes + result.ethernet_bytes) / parameters}
+    assert 1.5 < found["in"] < 2.1 and 0.95 < found["out"] < 1.08 and sum(found.values()) < 3.15, found

@@ -29,9 +29,9 @@ class Result:
     """What one contender gave.
 
     rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
-    a step on its cards, the largest of all hosts; peak_bytes the most memory that a rank's process held. plans are how
-    Holmes ran the steps, in words, one for each run. seconds_by_kind is where a step of Holmes went, the mean of the ranks,
-    if its timeline was taken. problem says why there are no figures; can_run is False where the
+    a step on its cards, received_bytes what it received on all, the largest of all hosts; peak_bytes the most memory that a
+    rank's process held. plans are how Holmes ran the steps, in words, one for each run. seconds_by_kind is where a step of
+    Holmes went, the mean of the ranks, if its timeline was taken. problem says why there are no figures; can_run is False where the
     network is not one for this contender.
     """
 
@@ -40,6 +40,7 @@ class Result:
     rank_steps_s: list[list[float]] = dataclasses.field(default_factory=list)
     ethernet_bytes: float = 0.0
     fast_bytes: float = 0.0
+    received_bytes: float = 0.0
     peak_bytes: float = 0.0
     plans: list[str] = dataclasses.field(default_factory=list)
     seconds_by_kind: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -54,6 +54,7 @@ class Contender:
         alone: each process trains by itself, on its part of the batch.
         gloo_on_ethernet: GLOO_SOCKET_IFNAME names the Ethernet card, as a careful user would set it.
         fast_everywhere: Ethernet is made as fast as the fast cards.
+        optimizer_nodes: so many hosts beside the others hold parameters and optimizer states.
         node_order: the hosts in the order of their node ranks; None: at random.
         why_not: why it cannot run on this network; None: it can.
     """
@@ -66,6 +67,7 @@ class Contender:
     alone: bool = False
     gloo_on_ethernet: bool = True
     fast_everywhere: bool = False
+    optimizer_nodes: int = 0
     node_order: Callable[[BenchmarkJob], list[str] | None] = lambda job: None
     why_not: Callable[[BenchmarkJob], str | None] = lambda job: None
 
@@ -252,6 +254,17 @@ _ALL = (
         gloo_on_ethernet=False,
     ),
     Contender(
+        name="optimizer-node",
+        title="Holmes, an optimizer node",
+        make_strategy=lambda job: HolmesStrategy(
+            pipeline_parallel_size=1, optimizer_nodes=1, num_microbatches=job.workload.microbatches
+        ),
+        accumulates=False,
+        gloo_on_ethernet=False,
+        optimizer_nodes=1,
+        node_order=lambda job: [host.name for host in job.topology.hosts],  # nodes are told where rank 0 is
+    ),
+    Contender(
         name="zero1",
         title="Holmes, two stages, 1F1B with ZeRO-1",
         make_strategy=make_pipeline_with_zero1,
@@ -292,12 +305,14 @@ class BenchmarkCase:
         hosts: of each cluster.
         ethernet: the rate between clusters.
         fast: the rate inside them.
+        node_rate: of an optimizer node.
     """
 
     contenders: tuple[str, ...]
     hosts: tuple[int, ...] = (2, 2)
     ethernet: str = "100mbit"
     fast: str = "1gbit"
+    node_rate: str = "1gbit"
     microbatches: int = 1
 
 
@@ -321,6 +336,13 @@ CASES = {
     },
     "reductions": BenchmarkCase(
         contenders=("floor", "layered-reduce-scatter", "layered-p2p"), hosts=(4,), ethernet="1gbit", microbatches=4
+    ),
+    "optimizer-node": BenchmarkCase(
+        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node"),
+        hosts=(4,),
+        ethernet="1gbit",
+        node_rate="4gbit",
+        microbatches=4,
     ),
     "breadth-first": BenchmarkCase(
         contenders=("floor", "breadth-first", "zero1"), hosts=(4,), ethernet="1gbit", microbatches=4

@@ -44,17 +44,22 @@ class StepClock(Callback):
         self.batches = batches
         self.marks_s: list[float] = []
         self.sent_bytes: list[dict[str, int]] = []
+        self.received_bytes: list[int] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.batches:
             return
         self.marks_s.append(time.perf_counter())
         if len(self.marks_s) == self.warmup_steps + 1:
-            self.sent_bytes.append(read_sent_bytes())
+            self._read()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.marks_s.append(time.perf_counter())
-        self.sent_bytes.append(read_sent_bytes())
+        self._read()
+
+    def _read(self) -> None:
+        self.sent_bytes.append(read_bytes("tx_bytes"))
+        self.received_bytes.append(sum(read_bytes("rx_bytes").values()))
 
     def measured_s(self) -> list[float]:
         """Seconds of each step after the warm-up."""
@@ -62,10 +67,10 @@ class StepClock(Callback):
         return [end - start for start, end in itertools.pairwise(marks)]
 
 
-def read_sent_bytes() -> dict[str, int]:
-    """Bytes that each interface of this host has sent."""
+def read_bytes(counter: str) -> dict[str, int]:
+    """Bytes that each interface of this host has sent ("tx_bytes") or received ("rx_bytes")."""
     return {
-        folder.name: int((folder / "statistics" / "tx_bytes").read_text())
+        folder.name: int((folder / "statistics" / counter).read_text())
         for folder in _INTERFACES.iterdir()
         if folder.name != "lo"
     }
@@ -128,6 +133,7 @@ def main(name: str, folder: Path) -> None:
         "host": os.environ["HOLMES_HOST_NAME"],
         "steps_s": clock.measured_s(),
         "sent_bytes": {interface: after[interface] - before[interface] for interface in after},
+        "received_bytes": clock.received_bytes[1] - clock.received_bytes[0],
         "samples": data.batch_size,
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "plan": describe_plan(trainer.strategy),

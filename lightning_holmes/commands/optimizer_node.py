@@ -1,0 +1,78 @@
+"""lightning-holmes optimizer-node -- SCRIPT: this host as an optimizer node of a job, which runs the same script.
+
+    HOLMES_NODE_SECRET=... lightning-holmes optimizer-node --master-addr 10.0.0.1 -- train.py --epochs 3
+
+The script is run up to its first fit, validate, test or predict, which here never returns: this process then holds parameters and
+optimizer states of the job, and ends with it. So the optimizer's class is known here, and nothing else of the script is used; its
+Trainer is built for one CPU, whatever it asks for. The workers are started as ever, with HolmesStrategy(optimizer_nodes=K) and the same
+HOLMES_NODE_SECRET; rank 0 waits for K nodes.
+"""
+
+import argparse
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import build_trainers_for_one_cpu
+from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, join
+
+
+def main(args: list[str]) -> None:
+    """Run the command; it ends the process.
+
+    Raises:
+        ConfigurationError: there is no secret, no script, or the script has ended before it came to a fit.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-holmes optimizer-node",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--master-addr", default=os.environ.get("MASTER_ADDR"), help="the host of rank 0; default MASTER_ADDR"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=int(os.environ.get(PORT, DEFAULT_PORT)),
+        help=f"where rank 0 waits for nodes; default {PORT}, or {DEFAULT_PORT}",
+    )
+    parser.add_argument("--wait", type=float, default=1800.0, help="seconds to wait for rank 0; default 1800")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="as the workers run it")
+    given = parser.parse_args(args)
+    script = given.script[1:] if given.script[:1] == ["--"] else given.script
+    if not script:
+        raise ConfigurationError(
+            "there is no script: write -- and the script, with its arguments, as the workers run it"
+        )
+    if given.master_addr is None:
+        raise ConfigurationError("--master-addr is not given, and MASTER_ADDR is not set: name the host of rank 0")
+    if not os.environ.get(SECRET):
+        raise ConfigurationError(f"{SECRET} is not set: give the same secret to workers and nodes")
+
+    def serve() -> NoReturn:
+        code = join((given.master_addr, given.port), -1, may_import=False, wait_s=given.wait)
+        sys.stdout.flush()
+        os._exit(code)  # nothing of the script goes on; threads that serve workers are not waited for
+
+    build_trainers_for_one_cpu()
+    for name in ("fit", "validate", "test", "predict"):
+        setattr(Trainer, name, _serving(getattr(Trainer, name), serve))
+    sys.argv[:] = script
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
+    runpy.run_path(script[0], run_name="__main__")
+    raise ConfigurationError(f"{script[0]} has ended, and called no Trainer.fit, validate, test or predict")
+
+
+def _serving(own: Any, serve: Callable[[], NoReturn]) -> Any:
+    @functools.wraps(own)
+    def never_returns(*_: Any, **__: Any) -> NoReturn:
+        serve()
+
+    return never_returns

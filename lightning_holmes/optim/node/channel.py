@@ -1,0 +1,226 @@
+"""Channel: messages of plain values and tensors over one TCP connection, between workers and optimizer nodes.
+
+A message is a JSON header and the bytes of its tensors. Nothing is ever unpickled. Both ends prove that they know the job's secret
+before anything else is read; what follows is neither signed nor encrypted.
+
+    channel = Channel.connect(("127.0.0.1", 4000), secret, {"kind": "pull"}, peer="optimizer node 0")
+    channel.send({"ask": "fetch", "unit": 3})
+    channel.receive(into=[buffer])
+
+Plain sockets in place of gloo: no store is needed (one worker has none), a peer that ends is seen at once, and a wait can be cut.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError
+
+_PREFIX = struct.Struct("!I")
+_LARGEST_HELLO = 1 << 16
+_LARGEST_HEADER = 1 << 30
+_HELLO_S = 20.0
+_LOST_S = 20  # a host that does not answer for so long is gone
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+Address = tuple[str, int]
+"""Host and port."""
+
+
+def encode(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` as JSON takes it; its tensors are put into ``tensors``.
+
+    Raises:
+        TypeError: something in it is neither plain data nor a tensor.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if type(value) is list:
+        return [encode(entry, tensors) for entry in value]
+    if type(value) is tuple:
+        return {"tuple": [encode(entry, tensors) for entry in value]}
+    if type(value) is dict:
+        return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
+    raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of :func:`encode`."""
+    if isinstance(value, list):
+        return [decode(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, held),) = value.items()
+    if tag == "tensor":
+        return tensors[held]
+    if tag == "tuple":
+        return tuple(decode(entry, tensors) for entry in held)
+    assert tag == "dict"
+    return {decode(k, tensors): decode(v, tensors) for k, v in held}
+
+
+class Channel:
+    """One end of a connection. One thread at a time sends, one receives.
+
+    Args:
+        peer: who is at the other end, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.num_sent = self.num_received = 0
+        """Bytes of tensors."""
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", _LOST_S // 5 - 1)):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
+
+    @classmethod
+    def connect(cls, address: Address, secret: str, hello: Mapping[str, Any], *, peer: str) -> "Channel":
+        """Connect to who listens at ``address``, and say what for.
+
+        Raises:
+            ConnectionLostError: nobody listens there, or it does not know the secret.
+        """
+        try:
+            connection = socket.create_connection(address, timeout=_HELLO_S)
+        except OSError as error:
+            raise ConnectionLostError(f"{peer} at {address[0]}:{address[1]} cannot be reached: {error}") from error
+        channel = cls(connection, peer)
+        theirs = channel.receive(largest=_LARGEST_HELLO)["nonce"]
+        mine = secrets.token_hex(16)
+        said = json.dumps(encode(dict(hello), []))
+        proof = _proof(secret, "connects", theirs, mine, said)
+        channel.send({"nonce": mine, "hello": said, "proof": proof})
+        answer = channel.receive(largest=_LARGEST_HELLO)["proof"]
+        if not hmac.compare_digest(answer, _proof(secret, "listens", theirs, mine)):
+            raise ConnectionLostError(f"{peer} at {address[0]}:{address[1]} does not know this job's secret")
+        connection.settimeout(None)
+        return channel
+
+    @classmethod
+    def accept(cls, connection: socket.socket, secret: str, *, peer: str) -> tuple["Channel", dict[str, Any]]:
+        """The other end of :meth:`connect`, and what was said there.
+
+        Raises:
+            ConnectionLostError: whoever has connected does not know the secret, or says nothing.
+        """
+        connection.settimeout(_HELLO_S)
+        channel = cls(connection, peer)
+        mine = secrets.token_hex(16)
+        channel.send({"nonce": mine})
+        said = channel.receive(largest=_LARGEST_HELLO)
+        theirs, hello = said["nonce"], said["hello"]
+        if not hmac.compare_digest(said["proof"], _proof(secret, "connects", mine, theirs, hello)):
+            raise ConnectionLostError(f"{peer} does not know this job's secret")
+        channel.send({"proof": _proof(secret, "listens", mine, theirs)})
+        connection.settimeout(None)
+        return channel, decode(json.loads(hello), [])
+
+    @property
+    def local_host(self) -> str:
+        """The address of this end."""
+        return str(self._socket.getsockname()[0])
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """From now on what takes longer fails."""
+        self._socket.settimeout(seconds)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send plain values, and tensors wherever they stand in them."""
+        found: list[Tensor] = []
+        header: dict[str, Any] = {"message": encode(dict(message), found)}
+        tensors = [tensor.detach().to("cpu").contiguous() for tensor in found]
+        header["tensors"] = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+        text = json.dumps(header).encode()
+        try:
+            self._socket.sendall(_PREFIX.pack(len(text)) + text)
+            for tensor in tensors:
+                self._socket.sendall(_bytes_of(tensor))
+                self.num_sent += tensor.nbytes
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self, *, into: Sequence[Tensor] | None = None, largest: int = _LARGEST_HEADER) -> dict[str, Any]:
+        """The next message; its tensors in the memory of ``into``, which are as large, if that is given.
+
+        Raises:
+            ConnectionLostError: the other end is gone.
+        """
+        try:
+            (length,) = _PREFIX.unpack(self._read(bytearray(_PREFIX.size)))
+            if length > largest:
+                raise ConnectionLostError(f"{self.peer} sent a header of {length} bytes, which is none of ours")
+            header = json.loads(self._read(bytearray(length)))
+            tensors = []
+            for index, (dtype, shape) in enumerate(header["tensors"]):
+                if largest == _LARGEST_HELLO:
+                    raise ConnectionLostError(f"{self.peer} sent a tensor before it has said who it is")
+                tensor = torch.empty(shape, dtype=_DTYPES[dtype]) if into is None else into[index]
+                assert str(tensor.dtype).removeprefix("torch.") == dtype and list(tensor.shape) == shape
+                self._read(_bytes_of(tensor))
+                self.num_received += tensor.nbytes
+                tensors.append(tensor)
+        except OSError as error:
+            raise self._lost(error) from error
+        found: dict[str, Any] = decode(header["message"], tensors)
+        return found
+
+    def _read(self, buffer: Any) -> Any:
+        left = memoryview(buffer)
+        while left.nbytes:
+            count = self._socket.recv_into(left)
+            if not count:
+                raise ConnectionResetError("it has closed the connection")
+            left = left[count:]
+        return buffer
+
+    def _lost(self, error: OSError) -> ConnectionLostError:
+        return ConnectionLostError(f"connection lost to {self.peer}: {error}")
+
+    def close(self) -> None:
+        """Let go; whoever waits in :meth:`receive`, at either end, is told."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end has done it
+        self._socket.close()
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """Its memory; the tensor is contiguous, and on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _proof(secret: str, role: str, *said: str) -> str:
+    return hmac.new(secret.encode(), "\n".join((role, *said)).encode(), hashlib.sha256).hexdigest()
+
+
+def check_plain(value: Any, what: str) -> None:
+    """Refuse what cannot travel as plain data, or is a tensor.
+
+    Raises:
+        ConfigurationError: says ``what`` it is.
+    """
+    tensors: list[Tensor] = []
+    try:
+        encode(value, tensors)
+    except TypeError as error:
+        raise ConfigurationError(f"{what} = {value!r}: {error}, and nothing else is sent to optimizer nodes") from None
+    if tensors:
+        raise ConfigurationError(f"{what} is a tensor, and only plain numbers are sent to optimizer nodes; use a float")

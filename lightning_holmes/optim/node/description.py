@@ -1,0 +1,172 @@
+"""What workers tell an optimizer node: which parameters it holds, and which optimizer steps them. Plain data.
+
+told = describe_optimizer(optimizer, names)                   # on a worker
+twin = build_optimizer(told, parameters, allowed=importing)   # on the node
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.node.channel import check_plain
+from lightning_holmes.torch_private import holds_hooks
+
+_NOT_OPTIONS = ("params", "param_names")
+_NOT_ATTRIBUTES = ("state", "param_groups", "defaults", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """Parameters that lie side by side, and travel together.
+
+    Attributes:
+        names, shapes, starts: of each parameter, and where it begins.
+        numel: of all.
+        is_trained: gradients come for them.
+        gradient_dtype: of these.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    is_trained: bool
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters in ``flat``, (numel,)."""
+        return {
+            name: flat[start : start + torch.Size(shape).numel()].view(shape)
+            for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """As it travels."""
+        return {
+            "names": self.names,
+            "shapes": self.shapes,
+            "starts": self.starts,
+            "numel": self.numel,
+            "dtype": str(self.dtype),
+            "gradient_dtype": str(self.gradient_dtype),
+            "is_trained": self.is_trained,
+        }
+
+    @classmethod
+    def from_plain(cls, told: Mapping[str, Any]) -> "UnitLayout":
+        """The inverse."""
+        types = {key: getattr(torch, told[key].removeprefix("torch.")) for key in ("dtype", "gradient_dtype")}
+        return cls(**{**told, **types})
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, without its parameters.
+
+    Raises:
+        ConfigurationError: one is no plain data.
+    """
+    found = [{k: v for k, v in group.items() if k not in _NOT_OPTIONS} for group in optimizer.param_groups]
+    for number, options in enumerate(found):
+        for key, value in options.items():
+            check_plain(value, f"{type(optimizer).__name__}.param_groups[{number}][{key!r}]")
+    return found
+
+
+def describe_optimizer(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], marks: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What an optimizer is, without parameters and states.
+
+    Args:
+        names: of the parameters in each group.
+        marks: what somebody has written on parameters, by name.
+
+    Raises:
+        ConfigurationError: it holds what is no plain data, or its class is inside a function.
+    """
+    kind = type(optimizer)
+    if "<locals>" in kind.__qualname__:
+        raise ConfigurationError(
+            f"the optimizer's class {kind.__qualname__} is defined inside a function, where an optimizer node cannot find it; "
+            f"define it at the top of a module"
+        )
+    groups = options_of(optimizer)
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_ATTRIBUTES and not holds_hooks(name):
+            check_plain(value, f"{kind.__name__}.{name}")
+            attributes[name] = value
+    check_plain(optimizer.defaults, f"{kind.__name__}.defaults")
+    for name, value in marks.items():
+        check_plain(value, f"what is written on the parameter {name}")
+    return {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "attributes": attributes,
+        "defaults": dict(optimizer.defaults),
+        "groups": groups,
+        "names": [list(of_group) for of_group in names],
+        "marks": dict(marks),
+    }
+
+
+def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
+    """The optimizer's class.
+
+    Args:
+        may_import: else only what is imported already counts.
+
+    Raises:
+        ConfigurationError: there is no such optimizer here.
+    """
+    module = sys.modules.get(told["module"])
+    if module is None and may_import and told["module"] != "__main__":
+        try:
+            module = importlib.import_module(told["module"])
+        except ImportError:
+            module = None
+    found: Any = module
+    for part in told["name"].split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, Optimizer):
+        return found
+    raise ConfigurationError(
+        f"the optimizer's class {told['module']}.{told['name']} is not known on the optimizer node; define it in a module of its "
+        f"own, which the script imports"
+    )
+
+
+def build_optimizer(
+    kind: type[Optimizer], told: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> Optimizer | None:
+    """An optimizer as it was described, over those of its parameters that are in ``parameters``; None where these are none.
+
+    Constructors of users' classes ask for arguments that nobody knows here, so that the class's own is not called.
+    """
+    groups = [
+        {**options, "params": [parameters[n] for n in names if n in parameters]}
+        for options, names in zip(told["groups"], told["names"], strict=True)
+    ]
+    if not any(group["params"] for group in groups):
+        return None
+    made: Optimizer = object.__new__(kind)
+    Optimizer.__init__(made, groups, dict(told["defaults"]))
+    vars(made).update(told["attributes"])
+    return made
+
+
+def may_fuse(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether torch's fused kernel gives the same for a group with ``options`` that the user has left open. In low precision it rounds
+    once where the others round after each operation."""
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    is_open = all(options.get(key, 0) is None for key in ("fused", "foreach"))
+    is_plain = not any(options.get(key) for key in ("capturable", "differentiable"))
+    return is_adam and is_open and is_plain and dtype in (torch.float32, torch.float64)

@@ -1,0 +1,172 @@
+"""NodeServer: the process of an optimizer node: it listens for workers, and has a Service for those that hold the same stages.
+
+    python -m lightning_holmes.optim.node HOST:PORT NUMBER        # with the job's secret in HOLMES_NODE_SECRET
+
+It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and no other), and ends
+when rank 0 says so, or is gone.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.optim.node.channel import Address, Channel
+from lightning_holmes.optim.node.service import Service
+from lightning_holmes.version import __version__
+
+SECRET = "HOLMES_NODE_SECRET"
+"""The environment variable that has a job's secret."""
+PORT = "HOLMES_NODE_PORT"
+"""Likewise the port at which rank 0 waits for nodes on other hosts."""
+DEFAULT_PORT = 29700
+_RANK_0_S = 120.0  # how long to wait for rank 0 where it has not started this node
+_DRAIN_S = 60.0  # how long workers may go on after rank 0
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on workers and nodes."""
+    return {"lightning_holmes": __version__, "torch": str(torch.__version__), "byte order": sys.byteorder}
+
+
+class Listener:
+    """Accepts connections on ``host`` of those who know ``secret``, and hands each to ``serve`` in a thread of its own.
+
+    Args:
+        port: 0: any.
+
+    Raises:
+        ConfigurationError: ``host`` is no address of this host, or the port is taken.
+    """
+
+    def __init__(
+        self, host: str, secret: str, peer: str, serve: Callable[[Channel, dict[str, Any]], None], *, port: int = 0
+    ) -> None:
+        self._secret, self._peer, self._serve = secret, peer, serve
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise ConfigurationError(f"nobody can listen for {peer} at {host}:{port}: {error}; set {PORT}") from error
+        self.address: Address = self._socket.getsockname()[:2]
+        threading.Thread(target=self._accept, name="holmes-node-listener", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._greet, args=(connection,), name="holmes-node-lane", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            channel, hello = Channel.accept(connection, self._secret, peer=self._peer)
+        except (ConnectionLostError, KeyError, ValueError, TypeError):  # somebody else's connection
+            connection.close()
+            return
+        self._serve(channel, hello)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+
+class NodeServer:
+    """The services of optimizer node ``number``, for workers that connect to ``host``.
+
+    Args:
+        may_import: an optimizer's class may lie in a module that is not imported yet.
+    """
+
+    def __init__(self, host: str, secret: str, *, number: int, may_import: bool) -> None:
+        self._number, self._may_import = number, may_import
+        self._services: dict[str, Service] = {}
+        self._lock = threading.Condition()
+        self.listener = Listener(host, secret, "a worker", self._serve)
+
+    def _serve(self, channel: Channel, hello: dict[str, Any]) -> None:
+        try:
+            session, worker = hello["session"], hello["worker"]
+            if hello["kind"] == "pull":
+                try:
+                    service = self._open(session, channel.receive()["told"])
+                except Exception as error:
+                    said = str(error) if isinstance(error, HolmesError) else f"{type(error).__name__}: {error}"
+                    channel.send({"failure": (type(error).__name__, f"optimizer node {self._number}: {said}")})
+                    channel.close()
+                    return
+                channel.send({})
+            else:
+                service = self._services[session]
+        except (ConnectionLostError, KeyError):
+            channel.close()
+            return
+        service.serve(channel, hello["kind"], worker)
+        with self._lock:
+            if service.is_over and self._services.pop(session, None) is not None:
+                print(service.summary(), flush=True)
+                self._lock.notify_all()
+
+    def drain(self) -> None:
+        """Wait until no worker is connected any more: rank 0 may be done before others are."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._services, _DRAIN_S)
+
+    def _open(self, session: str, told: dict[str, Any]) -> Service:
+        with self._lock:
+            service = self._services.get(session)
+            if service is None:
+                name = f"optimizer node {self._number}, {told['place']}"
+                self._services[session] = service = Service(told, name=name, may_import=self._may_import)
+                print(service.describe(), flush=True)
+        if service.told != told:
+            different = next((key for key in told if service.told.get(key) != told[key]), "?")
+            raise ConfigurationError(f"workers of {service.name} do not agree on {different}; start them alike")
+        return service
+
+
+def join(address: Address, number: int, *, may_import: bool, wait_s: float = 0.0) -> int:
+    """Be an optimizer node of the job whose rank 0 listens at ``address``; returns the run's exit code.
+
+    Args:
+        number: of this node; with -1 rank 0 gives one.
+        wait_s: how long to wait for rank 0, which may be started later.
+    """
+    secret = os.environ[SECRET]
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            control = Channel.connect(address, secret, {"kind": "node", "number": number}, peer="the job's rank 0")
+            break
+        except ConnectionLostError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(1.0)
+    number = control.receive()["number"]
+    server = NodeServer(control.local_host, secret, number=number, may_import=may_import)
+    control.send({"address": server.listener.address, "versions": versions(), "host": socket.gethostname()})
+    try:
+        code = int(control.receive()["end"])
+    except ConnectionLostError:
+        code = 1
+    server.drain()
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    """The command line above."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the node ends with them
+    where, number = arguments
+    host, _, port = where.rpartition(":")
+    return join((host, int(port)), int(number), may_import=True, wait_s=_RANK_0_S)

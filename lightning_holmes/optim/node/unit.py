@@ -1,0 +1,170 @@
+"""Unit: parameters that travel together, as an optimizer node holds them: their values, the sum of their gradients, their optimizer.
+
+    unit = Unit(layout, kind, told, num_workers=2)
+    unit.keep(values, 1)                                 # version 1
+    unit.arrive(1, window, {"up.weight"}, gradient)      # from the workers' threads, in any order; True: it was the last one
+    unit.update(window, edits, options)                  # version 2
+
+Workers are summed in the order of their ranks, whichever gradient comes first, so that a run can be repeated bit for bit. The
+optimizer steps whole parameters. A parameter that no worker's microbatch has reached has no gradient, as in plain Lightning.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, may_fuse, options_of
+
+Edit = tuple[str, float]
+"""What clipping does to the gradients that the optimizer steps with: ("scale", factor) or ("clamp", largest value)."""
+
+
+class Unit:
+    """One of an optimizer node's; ``version`` counts its values.
+
+    Args:
+        kind, told: the optimizer's class and description.
+        num_workers: whose gradients are summed.
+    """
+
+    def __init__(self, layout: UnitLayout, kind: type[Optimizer], told: Mapping[str, Any], *, num_workers: int) -> None:
+        self.layout = layout
+        self.version = 0
+        self.values = torch.zeros(layout.numel, dtype=layout.dtype)
+        self.parameters = {n: nn.Parameter(v, layout.is_trained) for n, v in layout.views(self.values).items()}
+        for name, parameter in self.parameters.items():
+            vars(parameter).update(told["marks"].get(name, {}))
+        self.optimizer = build_optimizer(kind, told, self.parameters)
+        self._stepped = {n for names in told["names"] for n in names if n in self.parameters}
+        self._lock = threading.Lock()
+        self._inbox: list[deque[tuple[int, Collection[str], Tensor, bool]]] = [deque() for _ in range(num_workers)]
+        self._turn = 0
+        self._window = 0
+        self._num_last = 0
+        self.updated_window = 0
+        """The last window with whose gradients it has stepped."""
+        self._sum: Tensor | None = None
+        self._gradients: dict[str, Tensor] | None = None
+        self._reached: set[str] = set()
+        self._num_edited = 0
+
+    def keep(self, values: Tensor, version: int) -> None:
+        """Values from a worker, (numel,)."""
+        with torch.no_grad():
+            self.values.copy_(values)
+        self.version = version
+
+    # gradients
+
+    def arrive(
+        self, worker: int, window: int, touched: Collection[str], gradient: Tensor, *, is_last: bool = False
+    ) -> bool:
+        """A batch's gradient of one worker, (numel,), which is this unit's from now on; added when those before it have been.
+
+        Args:
+            window: counts optimizer steps; gradients of an earlier one are dropped.
+            touched: the parameters that a microbatch has reached.
+            is_last: no other of this worker and window comes.
+
+        Returns:
+            Whether with this one all workers' last ones have been added.
+        """
+        with self._lock:
+            before = self._num_last
+            self._inbox[worker].append((window, touched, gradient, is_last))
+            while self._inbox[self._turn]:
+                self._add(*self._inbox[self._turn].popleft())
+                self._turn = (self._turn + 1) % len(self._inbox)
+            return self._num_last == len(self._inbox) and (before != self._num_last or len(self._inbox) == 1)
+
+    def _add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
+        if window != self._window:
+            self._window, self._sum, self._gradients = window, None, None
+            self._reached.clear()
+            self._num_edited = self._num_last = 0
+        self._num_last += is_last
+        self._reached.update(touched)
+        if self._sum is None:
+            self._sum = gradient
+        else:
+            self._sum.add_(gradient)
+
+    def _edited(self, window: int, edits: Sequence[Edit]) -> dict[str, Tensor]:
+        """The gradients of a window that is complete, in the parameters' types, after ``edits``."""
+        if window != self._window or self._sum is None:
+            return {}
+        if self._gradients is None:
+            views = self.layout.views(self._sum)
+            self._gradients = {n: v.to(self.layout.dtype) for n, v in views.items() if n in self._reached}
+        for kind, value in edits[self._num_edited :]:
+            for name, gradient in self._gradients.items():
+                if name in self._stepped:
+                    gradient.mul_(value) if kind == "scale" else gradient.clamp_(-value, value)
+        self._num_edited = len(edits)
+        return self._gradients
+
+    def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
+        """Of the gradients of ``names``."""
+        with self._lock:
+            gradients = [g for name, g in self._edited(window, edits).items() if name in names]
+            return sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients)
+
+    # the optimizer
+
+    def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
+        """Step with what the window has gathered.
+
+        Raises:
+            UnsupportedModuleError: the optimizer keeps count in its groups' options, which are the workers'.
+        """
+        with self._lock:
+            if self.optimizer is not None:
+                self._step(self.optimizer, self._edited(window, edits), options)
+            self._sum = self._gradients = None
+            self.updated_window = window
+            self.version += 1
+
+    def _step(
+        self, optimizer: Optimizer, gradients: Mapping[str, Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for name in self._stepped:
+            self.parameters[name].grad = gradients.get(name)
+        for group, given in zip(optimizer.param_groups, options, strict=True):
+            group.update(given)
+            if may_fuse(optimizer, given, self.layout.dtype):
+                group["fused"] = True
+        before = options_of(optimizer)
+        optimizer.step()
+        for number, (old, new) in enumerate(zip(before, options_of(optimizer), strict=True)):
+            changed = [key for key in new if new[key] != old.get(key)]
+            if changed:
+                raise UnsupportedModuleError(
+                    f"{type(optimizer).__name__} changes {changed[0]!r} of its parameter group {number} in each step, and an "
+                    f"optimizer node gets options from the workers, where schedulers set them; use an optimizer that keeps count "
+                    f"in its state, or optimizer_nodes=0"
+                )
+        for name in self._stepped:
+            self.parameters[name].grad = None
+
+    def states(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """The optimizer's, of ``names``."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state
+        return {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse, as torch loads states: in the parameters' types."""
+        if self.optimizer is None:
+            return
+        held = self.optimizer.state_dict()
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names = {id(p): n for n, p in self.parameters.items()}
+        held["state"] = {i: dict(states[names[id(p)]]) for i, p in enumerate(params) if names[id(p)] in states}
+        self.optimizer.load_state_dict(held)

@@ -1,0 +1,302 @@
+"""What a worker does where optimizer nodes step: gradients go there stage by stage, and a commit says with which options to step.
+
+The user's optimizer stays on the worker, with its real groups, whose options schedulers change; its groups hold no parameters, so that
+its own step does nothing, and the commit goes out behind it. Clipping asks the nodes for the norm, and travels with the commit.
+
+    reducer = RemoteReducer(parameters, groups, placement, device, ...)      # LayeredReducer's part
+    states = RemoteOptimizer(optimizer, names, parameters, reducer)          # ShardedOptimizer's
+    host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner)   # ShardedHost's
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.queue import OnRun
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.layered import LayeredReducer
+from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.node.description import options_of
+from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
+from lightning_holmes.optim.stage_shards import Part
+
+
+class RemoteReducer(LayeredReducer):
+    """Gradients of parameters that optimizer nodes hold; nodes sum them over the workers.
+
+    Args:
+        is_eager: nodes update a unit as soon as its last gradient has come.
+
+    Attributes:
+        window: counts the windows of batches after which the optimizer steps.
+        is_complete: the window's last gradient is on its way.
+        options: gives those of the optimizer's groups.
+    """
+
+    shards: RemoteParameters
+
+    def __init__(self, shards: RemoteParameters, *args: Any, is_eager: bool, **kwargs: Any) -> None:
+        super().__init__(shards, *args, **kwargs)
+        self.window = 0
+        self.is_complete = False
+        self.is_eager = is_eager
+        self.options: Callable[[], list[dict[str, Any]]] = list
+        self._is_last = False
+
+    def begin(self, *, last: bool) -> None:
+        if self._is_new:
+            self.window += 1
+        self.is_complete = False
+        self._is_last = self.is_eager and last
+        super().begin(last=last)
+        if self._is_last:
+            self.tell_all({"tell": "begin", "window": self.window, "options": self.options()})
+
+    def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
+        about = {"tell": "gradient", "window": self.window, "is_last": self._is_last}
+        touched = [[name for name in part.names if name in self._touched] for part in parts]
+
+        def push() -> None:
+            for part, names, buffer in zip(parts, touched, buffers, strict=True):
+                link, unit = self.shards.link_of(part)
+                link.tell(about | {"unit": unit, "touched": names, "values": buffer})
+
+        return push
+
+    def end(self) -> None:
+        """After a batch: what other pipeline ranks have gradients of, too, is summed over these before it goes out."""
+        for part in self._trained[None] if None in self._open else ():
+            if part.ranks:  # a stage whose microbatches have not reached it says so for those that have
+                flags = torch.tensor([float(name in self._touched) for name in part.names])
+                dist.all_reduce(flags, group=self._shared[part.ranks].host)
+                self._touched |= {name for name, flag in zip(part.names, flags.tolist(), strict=True) if flag}
+        super().end()
+
+    def finish(self, *, last: bool) -> None:
+        """After the ``last`` batch of a window: tell the nodes that this worker has no more. Nothing is waited for."""
+        if not last:
+            return
+        window = self.window
+        self.tell_all({"tell": "done", "window": window})
+        self._works.clear()
+        self._is_new = self.is_complete = True
+
+    def tell_all(self, message: Mapping[str, Any]) -> None:
+        """Tell every node, behind the gradients that are on their way."""
+
+        def tell() -> None:
+            for link in self.shards.links:
+                link.tell(message)
+
+        self.queue.start(tell)
+
+    def watch(self, on_run: OnRun | None) -> None:
+        super().watch(on_run)
+        self.shards.queue.on_run = on_run
+
+    def close(self) -> None:
+        super().close()
+        self.shards.queue.close()
+
+
+class RemoteOptimizer:
+    """``optimizer``, whose states optimizer nodes have. All replicas make one, alike.
+
+    Args:
+        names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
+        num_replicas: among which collected states are divided.
+    """
+
+    whole_gradients = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        parameters: RemoteParameters,
+        reducer: RemoteReducer,
+        *,
+        num_replicas: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self.edits: list[tuple[str, float]] = []
+        """What clipping has done to this window's gradients."""
+        self.stepped = {name for of_group in names for name in of_group}
+        self._parameters, self._reducer = parameters, reducer
+        self._num_groups = len(names)
+        order = (name for part in parameters.parts for name in part.names)
+        self._replica_of = {name: place % num_replicas for place, name in enumerate(order)}
+        held = parameters.parameters
+        first = {n: dict(optimizer.state[held[n]]) for n in self.stepped if optimizer.state.get(held[n])}
+        for group in optimizer.param_groups:
+            group["params"] = []
+            if "param_names" in group:
+                group["param_names"] = []
+        optimizer.state.clear()
+        self.loaded(first)
+        reducer.options = lambda: options_of(optimizer)
+        self._hook = optimizer.register_step_post_hook(self._committed)
+        weakref.finalize(self, _close_all, parameters.links)
+
+    def prepare(self) -> None:
+        """Refuse parameters that an optimizer is given after the nodes were told of all."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups or any(group["params"] for group in groups):
+            raise UnsupportedModuleError(
+                f"{type(self.optimizer).__name__} was given parameters while the module trains, which optimizer nodes do not hold; "
+                f"give it all of them in configure_optimizers, or use optimizer_nodes=0"
+            )
+
+    def _committed(self, *_: Any) -> None:
+        self.prepare()
+        commit = {
+            "tell": "commit",
+            "window": self._reducer.window,
+            "edits": list(self.edits),
+            "options": options_of(self.optimizer),
+        }
+        self._reducer.tell_all(commit)
+        self._parameters.version += 1
+
+    # states
+
+    @property
+    def names(self) -> set[str]:
+        """The first replica reads states of checkpoints, and brings them to the nodes."""
+        return self.stepped if self._parameters.replica == 0 else set()
+
+    def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
+        """None: the groups hold no parameters here."""
+        return [[] for _ in self.optimizer.param_groups]
+
+    def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Bring states to the nodes."""
+        if self._parameters.replica == 0 and states:
+            kept = {n: {k: v for k, v in s.items() if k != MASTER_WEIGHT} for n, s in states.items()}
+            for link in self._parameters.links:
+                link.ask({"ask": "load", "states": kept})
+
+    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
+        replica = self._parameters.replica
+        wanted = [n for n in self.stepped if destination is None or destination(n) == replica]
+        found: dict[str, dict[str, Any]] = {}
+        for link in self._parameters.links if wanted else ():
+            found |= link.ask({"ask": "states", "names": wanted, "version": self._parameters.version})["states"]
+        return found
+
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+        """Unit by unit."""
+        replica = self._parameters.replica
+        keys: dict[str, list[str]] = {}
+        steps = []
+        for part in self._parameters.parts:
+            wanted = [n for n in part.names if n in self.stepped and self.destination(n) == replica]
+            if wanted:
+                question = {"names": wanted, "version": self._parameters.version}
+                link, _ = self._parameters.link_of(part)
+                keys |= link.ask(question | {"ask": "keys"})["keys"]
+                steps.append(functools.partial(_states, link, question | {"ask": "states"}))
+        return keys, Lockstep(steps)
+
+    def destination(self, name: str) -> int:
+        """One replica after the other."""
+        return self._replica_of.get(name, 0)
+
+    def close(self) -> None:
+        """Parameters have values of their own again; states can still be collected."""
+        self._hook.remove()
+        self._parameters.close()
+
+
+def _states(link: NodeLink, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = link.ask(question)["states"]
+    return found
+
+
+def _close_all(links: Sequence[NodeLink]) -> None:
+    for link in links:
+        link.close()
+
+
+class RemoteHost:
+    """Implements OptimizerHost: the nodes step.
+
+    Args:
+        is_owner: whether this rank's copy of a parameter, by name, is the one that counts.
+    """
+
+    def __init__(
+        self,
+        shards: RemoteOptimizer,
+        reducer: RemoteReducer,
+        groups: ProcessGroups,
+        *,
+        is_owner: Callable[[str], bool],
+    ) -> None:
+        self.shards: RemoteOptimizer = shards
+        self._reducer, self._groups, self._is_owner = reducer, groups, is_owner
+
+    def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
+        """Nothing is shown: the nodes have them."""
+        if last:
+            self.shards.edits.clear()
+
+    def absorb(self) -> None:
+        """Nothing: hooks cannot change what they do not see."""
+
+    def loss_factor(self) -> float | Tensor:
+        return 1.0
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        given = {id(p) for p in parameters}
+        return self._norm({name for name, p in self._reducer.parameters.items() if id(p) in given})
+
+    def _norm(self, names: set[str]) -> Tensor:
+        self._check_deferred("a norm of gradients is asked for")
+        if not self._reducer.is_complete:
+            raise UnsupportedModuleError(
+                "a norm of gradients is asked for before the last batch of accumulate_grad_batches: optimizer nodes sum them, and "
+                "know it after that batch; ask in on_before_optimizer_step, or use optimizer_nodes=0"
+            )
+        counted = [name for name in names if self._is_owner(name)]
+        question = {"ask": "norm", "window": self._reducer.window, "names": counted, "edits": list(self.shards.edits)}
+        squared = math.fsum(link.ask(question)["squared"] for link in self._reducer.shards.links)
+        found = torch.tensor(squared, dtype=torch.float64)
+        if self._groups.pipeline is not None:
+            dist.all_reduce(found, group=self._groups.pipeline)
+        return found.sqrt().float()
+
+    def _check_deferred(self, what: str) -> None:
+        if self._reducer.is_eager:
+            raise UnsupportedModuleError(
+                f"{what} where no hook announces it, and optimizer nodes have updated layers with them already: do it in "
+                f"on_before_optimizer_step or configure_gradient_clipping, for which nodes wait"
+            )
+
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        """Whatever the groups show: all that the optimizer steps."""
+        factor = torch.clamp(max_norm / (self._norm(self.shards.stepped) + 1e-6), max=1.0)
+        self.shards.edits.append(("scale", factor.item()))
+
+    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
+        self._check_deferred("gradients are clipped")
+        self.shards.edits.append(("clamp", float(max_value)))
+
+    def settle(self) -> None:
+        """Who computes with parameters fetches them."""
+
+    def abandon(self) -> None:
+        self._reducer.shards.abandon()
+
+    def close(self) -> None:
+        self.shards.close()

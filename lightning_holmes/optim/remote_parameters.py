@@ -1,0 +1,176 @@
+"""RemoteParameters: parameters that optimizer nodes hold, and that are whole on a worker only while their stage is computed.
+
+What StageShards is to replicas: the same parts, and the same two buffers that stages take in turn, but a part comes from a node and
+nothing of it stays. Every worker fetches whole parts, so that P bytes come in for each pass.
+
+    parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue)
+    units = parameters.lay_out_units(gradient_dtype=torch.float32)      # what the nodes are told
+    parameters.leave_to(links, place_of)                                # from now on values are there
+    parameters.fetch(1).wait()
+    parameters.release(1)
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.errors import HolmesError
+from lightning_holmes.optim.layered import gathered_dtype
+from lightning_holmes.optim.node.description import UnitLayout
+from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.stage_buffers import allocate
+from lightning_holmes.optim.stage_shards import Part, StageShards
+
+_LAST_VALUES_S = 10.0  # how long a run that has failed waits for the values of its last step
+
+
+class RemoteParameters(StageShards):
+    """This rank's. All replicas make one, alike, and call its methods together; see StageShards for the others' arguments.
+
+    Args:
+        num_replicas, replica: how many workers hold the same stages, and which of them this is; the first one's values are those
+            that nodes are given.
+        queue: where parameters are received.
+
+    Attributes:
+        links: to this rank's nodes.
+        version: counts the values that nodes have been given or have computed.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        stages: Sequence[int],
+        stages_of: Mapping[str, Collection[int]],
+        shared: Mapping[tuple[int, ...], Sequence[str]],
+        num_replicas: int,
+        replica: int,
+        queue: CommQueue,
+    ) -> None:
+        super().__init__(
+            parameters,
+            stages=stages,
+            stages_of=stages_of,
+            shared=shared,
+            size=1,
+            rank=0,
+            queue=queue,
+            gather=lambda tensor: None,
+        )
+        self.links: Sequence[NodeLink] = ()
+        self.version = 0
+        self.num_replicas, self.replica = num_replicas, replica
+        self._link_of: Mapping[int, NodeLink] = {}
+        self._has_failed = False
+
+    def lay_out_units(self, gradient_dtype: torch.dtype | None) -> dict[int, UnitLayout]:
+        """The units that nodes shall hold, numbered, in the order of the forward.
+
+        Args:
+            gradient_dtype: in which gradients gather; None: each in its parameters' own.
+        """
+        for stage, ranks, names in self._grouped():
+            part = self._cut(names, stage, ranks)
+            part.shard = torch.zeros(0, dtype=part.dtype)
+            self._add(part, is_new=False)
+        self._make_buffers()
+        order = sorted(range(len(self.parts)), key=lambda i: _place(self.parts[i].stage))
+        return {
+            index: UnitLayout(
+                names=part.names,
+                shapes=tuple(tuple(shape) for shape in part.shapes),
+                starts=part.starts,
+                numel=part.numel,
+                dtype=part.dtype,
+                gradient_dtype=gathered_dtype(part, gradient_dtype),
+                is_trained=part.is_trained,
+            )
+            for index, part in ((i, self.parts[i]) for i in order)
+        }
+
+    def leave_to(self, links: Sequence[NodeLink], place_of: Mapping[int, int]) -> None:
+        """Give the parameters, which are whole, to the nodes at the other ends of ``links``; ``place_of``: a unit's, in these."""
+        self.links = links
+        self._link_of = {index: links[place] for index, place in place_of.items()}
+        for part in self.parts:
+            self._keep(part)
+        self.version = 1
+
+    def link_of(self, part: Part) -> tuple[NodeLink, int]:
+        """Where a part is, and its number there."""
+        index = next(i for i, own in enumerate(self.parts) if own is part)
+        return self._link_of[index], index
+
+    def _keep(self, part: Part) -> None:
+        if self.replica == 0:
+            (buffer,) = allocate([(part.numel, part.dtype)], torch.device("cpu"))
+            with torch.no_grad():
+                for name, view in part.views(buffer).items():
+                    view.copy_(self.parameters[name])
+            link, index = self.link_of(part)
+            link.ask({"ask": "keep", "unit": index, "values": buffer, "version": self.version + 1})
+        for name in part.names:
+            self._let_go(name)
+
+    def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Work:
+        version = self.version
+
+        def bring() -> None:
+            for part, buffer in zip(parts, buffers, strict=True):
+                link, index = self.link_of(part)
+                link.ask({"ask": "fetch", "unit": index, "version": version, "whole": False}, into=[buffer])
+
+        return self.queue.start(bring, "bucket_gather")
+
+    def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
+        """As StageShards'; each replica asks for those parts of which it wants something."""
+        return {
+            name: view.clone()
+            for part in self.parts
+            if any(destination(name) == self.replica for name in part.names)
+            for name, view in self._whole(part).items()
+            if destination(name) == self.replica
+        }
+
+    def hold(self, names: Collection[str]) -> list[Part]:
+        """Hooks that read parameters are refused before it comes to this."""
+        raise AssertionError(f"a hook is shown {names}, which optimizer nodes hold")
+
+    def put(self, write: Callable[[], None]) -> None:
+        super().put(write)
+        self.version += 1
+
+    def abandon(self) -> None:
+        """The run has failed. A worker that is alone still gets the last step's values; others end with it, at once."""
+        self._has_failed = True
+        if self.num_replicas > 1:
+            for link in self.links:
+                link.close()
+
+    def close(self) -> None:
+        """Give each parameter its values again. Where a failure keeps the nodes from giving those of the last step, NaN stay."""
+        ends_alone = self._has_failed and self.num_replicas == 1
+        for link in self.links if ends_alone else ():
+            link.wait_at_most(_LAST_VALUES_S)
+        try:
+            for part in self.parts:
+                (buffer,) = allocate([(part.numel, part.dtype)], part.device)
+                link, index = self.link_of(part)
+                question = {"ask": "fetch", "unit": index, "version": self.version, "whole": self._has_failed}
+                link.ask(question, into=[buffer])
+                for name, view in part.views(buffer).items():
+                    dtensor.replace_local(self.parameters[name], view.clone())
+            for link in self.links:
+                link.ask({"ask": "rest"})
+        except HolmesError:
+            if not self._has_failed:
+                raise
+        self._buffers = None
+
+
+def _place(stage: int | None) -> int:
+    return -1 if stage is None else stage

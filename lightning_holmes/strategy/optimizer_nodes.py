@@ -1,0 +1,231 @@
+"""OptimizerNodes: the optimizer nodes of a job, from the first fit that needs them to the end of the job.
+
+Rank 0 starts them beside itself, or, where HOLMES_NODE_SECRET is set, waits for those that are started elsewhere by `lightning-holmes
+optimizer-node` with the same secret; and tells the other ranks where they are.
+
+    nodes = OptimizerNodes(1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None)      # every rank must call
+    links, place_of = nodes.open(units, told, ...)               # every rank, in each fit
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.optim.node.channel import Address, Channel
+from lightning_holmes.optim.node.description import UnitLayout
+from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, Listener, versions
+
+_START_S = 120.0  # a node imports torch and this package
+_COME_S = 1800.0  # it may be started later than rank 0
+
+
+class OptimizerNodes:
+    """``count`` nodes of a job of ``num_hosts``. All ranks make one, together; nodes begin to start.
+
+    Args:
+        master: the address of rank 0, where it waits for nodes of other hosts; None: of this host only.
+        ask_rank_0: gives every rank what its argument returns on rank 0, or raises there.
+        timeout: of waits for a node.
+
+    Raises:
+        ConfigurationError: the ranks are on several hosts, and there is no secret for nodes that are started elsewhere.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        num_hosts: int,
+        master: str | None,
+        is_rank_0: bool,
+        ask_rank_0: Callable[[Callable[[], Any]], Any],
+        timeout: timedelta | None,
+    ) -> None:
+        given = os.environ.get(SECRET)
+        if num_hosts > 1 and given is None:
+            raise ConfigurationError(
+                f"optimizer_nodes={count} with num_nodes={num_hosts}: nodes are started by themselves on one host only; set {SECRET} "
+                f"to a secret of this job on all hosts, and start each node by `lightning-holmes optimizer-node -- SCRIPT`"
+            )
+        self._timeout_s = None if timeout is None else timeout.total_seconds()
+        self._ask_rank_0 = ask_rank_0
+        self._secret, self._addresses = "", list[Address]()
+        self._num_sessions = 0
+        if is_rank_0:
+            if given is None:
+                self._registry = _Registry("127.0.0.1", secrets.token_hex(32), count, wait_s=_START_S)
+            else:
+                port = int(os.environ.get(PORT, DEFAULT_PORT))
+                wait_s = _COME_S if self._timeout_s is None else self._timeout_s
+                self._registry = _Registry(master or "127.0.0.1", given, count, port=port, wait_s=wait_s)
+            weakref.finalize(self, self._registry.end)
+            if given is None:
+                self._registry.start()
+
+    def _find(self) -> tuple[str, list[Address]]:
+        return self._registry.secret, self._registry.wait()
+
+    def open(
+        self,
+        units: Mapping[int, UnitLayout],
+        optimizer: Mapping[str, Any],
+        *,
+        pipeline_rank: int,
+        num_pipelines: int,
+        num_workers: int,
+        worker: int,
+    ) -> tuple[list[NodeLink], dict[int, int]]:
+        """Links to the nodes of this rank's stages, and which of them holds each unit. All ranks must call.
+
+        Raises:
+            HolmesError: a node cannot be reached, or does not know the optimizer.
+        """
+        if not self._addresses:
+            self._secret, self._addresses = self._ask_rank_0(self._find)
+        self._num_sessions += 1
+        numbers = nodes_of(pipeline_rank, num_pipelines, len(self._addresses))
+        place_of = assign({index: unit.numel * unit.dtype.itemsize for index, unit in units.items()}, len(numbers))
+        links = []
+        for place, number in enumerate(numbers):
+            told = {
+                "place": f"pipeline rank {pipeline_rank}",
+                "num_workers": num_workers,
+                "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
+                "optimizer": dict(optimizer),
+            }
+            links.append(
+                NodeLink(
+                    self._addresses[number],
+                    self._secret,
+                    session=f"{self._num_sessions}/{pipeline_rank}",
+                    worker=worker,
+                    told=told,
+                    number=number,
+                    timeout_s=self._timeout_s,
+                )
+            )
+        return links, place_of
+
+
+def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int]:
+    """The nodes that hold the stages of a pipeline rank: with fewer nodes than ranks they take turns, with more a rank has several."""
+    own = [number for number in range(num_nodes) if number % num_pipelines == pipeline_rank]
+    return own or [pipeline_rank % num_nodes]
+
+
+def assign(num_bytes: Mapping[int, int], num_places: int) -> dict[int, int]:
+    """A place for each unit, such that all hold about the same number of bytes: the largest first, where least is."""
+    loads = [0] * num_places
+    found = {}
+    for index in sorted(num_bytes, key=lambda i: (-num_bytes[i], i)):
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += num_bytes[index]
+    return found
+
+
+class _Registry:
+    """On rank 0: knows the nodes, which connect to it, and ends them.
+
+    Args:
+        wait_s: how long they may take to come.
+    """
+
+    def __init__(self, host: str, secret: str, count: int, *, wait_s: float, port: int = 0) -> None:
+        self.secret = secret
+        self._count, self._wait_s = count, wait_s
+        self._nodes: dict[int, tuple[Channel, dict[str, Any]]] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._listener = Listener(host, secret, "an optimizer node", self._join, port=port)
+
+    def _join(self, channel: Channel, hello: dict[str, Any]) -> None:
+        with self._changed:
+            number = hello["number"]
+            if number < 0:
+                number, self._next = self._next, self._next + 1
+        try:
+            channel.send({"number": number})
+            told = channel.receive()
+        except ConnectionLostError:
+            return
+        with self._changed:
+            self._nodes[number] = channel, told
+            self._changed.notify_all()
+
+    def start(self) -> None:
+        """Let the nodes start on this host."""
+        host, port = self._listener.address
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+        environment = os.environ | {
+            SECRET: self.secret,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        for number in range(self._count):
+            command = [python, "-m", "lightning_holmes.optim.node", f"{host}:{port}", str(number)]
+            self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+
+    def wait(self) -> list[Address]:
+        """Where they listen.
+
+        Raises:
+            HolmesError: one does not come.
+            ConfigurationError: one is of other versions, or there are too many.
+        """
+        end = time.monotonic() + self._wait_s
+        if not self._processes:
+            print(
+                f"waiting for {self._count} optimizer nodes at {':'.join(map(str, self._listener.address))}", flush=True
+            )
+        with self._changed:
+            while len(self._nodes) < self._count:
+                ended = [p for p in self._processes if p.poll() is not None]
+                if ended or time.monotonic() > end:
+                    come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {self._listener.address}"
+                    self.end()
+                    why = (
+                        f"{ended[0].args!r} ended with code {ended[0].returncode}"
+                        if ended
+                        else f"within {self._wait_s:.0f} s"
+                    )
+                    raise HolmesError(f"{come}: {why}")
+                self._changed.wait(0.2)
+        self._check_versions()
+        if sorted(self._nodes) != list(range(self._count)):
+            raise ConfigurationError(f"optimizer_nodes={self._count}, but {len(self._nodes)} have come; start so many")
+        return [(host, port) for _, (_, told) in sorted(self._nodes.items()) for host, port in [told["address"]]]
+
+    def _check_versions(self) -> None:
+        mine = versions()
+        for number, (_, told) in sorted(self._nodes.items()):
+            different = [
+                f"{key} {told['versions'].get(key)}, here {mine[key]}"
+                for key in mine
+                if told["versions"].get(key) != mine[key]
+            ]
+            if different:
+                self.end()
+                raise ConfigurationError(
+                    f"optimizer node {number} on {told['host']} has {'; '.join(different)}: install the same versions on all hosts"
+                )
+
+    def end(self) -> None:
+        """Let the nodes end, when the other ranks have no more use for them either. They are not waited for."""
+        self._listener.close()
+        for channel, _ in self._nodes.values():
+            try:
+                channel.send({"end": 0})
+            except HolmesError:
+                pass  # it is gone
+            channel.close()
+        self._processes.clear()

@@ -1,0 +1,45 @@
+"""A user's script with an optimizer of its own: trains by the strategy on one process, with an optimizer node that is started elsewhere.
+
+python node_script.py ACCELERATOR
+"""
+
+import sys
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from strategy_cases import Classifier, samples
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+
+
+class Mine(torch.optim.SGD):
+    """Known to this script only."""
+
+
+class WithMine(Classifier):
+    def configure_optimizers(self) -> Any:
+        return Mine(self.parameters(), lr=0.1 / self.trainer.estimated_stepping_batches)
+
+
+if __name__ == "__main__":
+    seed_everything(7, verbose=False)
+    model = WithMine()
+    trainer = Trainer(
+        accelerator=sys.argv[1],
+        devices=1,
+        precision="32-true",
+        strategy=HolmesStrategy(optimizer_nodes=1),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.validate(model, DataLoader(samples(), 8), verbose=False)
+    trainer.fit(model, DataLoader(samples(), 8))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, DataLoader(samples(), 8))
+    print(f"RESULT loss={float(trainer.callback_metrics['loss']):.6f}", flush=True)
+    raise SystemExit(0)

@@ -1,0 +1,320 @@
+"""What workers do with optimizer nodes: fits by the pairwise selection of a product, checkpoints, and what is refused.
+
+Everything is compared with plain Lightning in one process on the same samples; see test_optimizer_nodes.py.
+"""
+
+import os
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from covering import selected
+from lightning.pytorch import Trainer
+from sharded_parameter_cases import Tied
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no option": {},
+    "clipped by norm": {"gradient_clip_val": 0.2},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "two batches a step": {"accumulate_grad_batches": 2},
+    "two batches a clipped step": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2},
+}
+LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
+"""Pipeline ranks and workers of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fit by ``num_nodes``; ``microbatches`` of each worker."""
+
+    layout: tuple[int, int]
+    num_nodes: int
+    optimizer: str
+    option: str
+    microbatches: int
+
+    @property
+    def world_size(self) -> int:
+        return self.layout[0] * self.layout[1]
+
+    def __str__(self) -> str:
+        words = f"pp{self.layout[0]}xdp{self.layout[1]}", f"{self.num_nodes} nodes", self.optimizer, self.option
+        return "-".join(words) + f"-{self.microbatches}"
+
+
+CASES = [
+    Case(layout=layout, num_nodes=nodes, optimizer=optimizer, option=option, microbatches=parts)
+    for layout, nodes, optimizer, option, parts in selected(
+        [row for row in product(LAYOUTS, (1, 2), OPTIMIZERS, OPTIONS, (1, 2, 3)) if row[4] * row[0][1] <= 8],
+        cost=lambda row: 1 + row[0][0] * row[0][1],
+    )
+]
+
+
+class Model(Tied):
+    """Tied weights, a frozen scale, one weight that nothing reads; two groups, and a schedule of the learning rate."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer == "adafactor":
+            return torch.optim.Adafactor(trained, lr=0.02)
+        if self.optimizer == "sgd":
+            groups = [{"params": trained[:3], "lr": 0.05}, {"params": trained[3:]}]
+            optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7), "interval": "step"}
+            ]
+        return super().configure_optimizers()
+
+
+def build(optimizer: str = "adamw") -> Model:
+    """The same initial weights everywhere."""
+    torch.manual_seed(7)
+    return Model(optimizer)
+
+
+class Data(pl.LightningDataModule):
+    """28 texts in batches of 8, so that the last one is ragged; a worker takes every n-th of them."""
+
+    def loader(self, seed: int, number: int) -> DataLoader:
+        strategy = self.trainer.strategy  # type: ignore[union-attr]
+        sharing = strategy.distributed_sampler_kwargs if isinstance(strategy, HolmesStrategy) else {}
+        replicas, rank = sharing.get("num_replicas", 1), sharing.get("rank", 0)
+        texts = torch.randint(0, 11, (number, 6), generator=torch.Generator().manual_seed(seed))
+        return DataLoader(texts[rank::replicas], batch_size=8 // replicas)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader(1, 28)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.loader(2, 16)
+
+
+def make_trainer(folder: Path, epochs: int = 1, strategy: HolmesStrategy | None = None, **options: Any) -> Trainer:
+    """A trainer; plain Lightning in one process where no strategy is given."""
+    return Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
+        strategy=strategy or "auto",
+        max_epochs=epochs,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+def with_nodes(count: int, microbatches: int = 2, pipeline: int = 1, **options: Any) -> HolmesStrategy:
+    """A strategy with optimizer nodes; a pipeline has two layers a rank, in two stages."""
+    return HolmesStrategy(
+        optimizer_nodes=count,
+        pipeline_parallel_size=pipeline,
+        num_chunks=4 // pipeline,
+        num_microbatches=microbatches,
+        save_distributed_checkpoint=options.pop("save_distributed_checkpoint", False),
+        **options,
+    )
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
+    """In each process: fits, checkpoints on two workers, refusals on one. The nodes that it starts are forked, too."""
+    name, python, cases = payload
+    os.environ["PYTHON_EXEC"] = python
+    size = int(os.environ["WORLD_SIZE"])
+    found = run_cases(Path(name), cases)
+    if size == 2:
+        found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
+    return found | (run_refusals(Path(name)) if size == 1 else {})
+
+
+def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
+    """Each case of one number of workers: weights, metrics and the optimizer's states at the end."""
+    found = {}
+    for index, case in enumerate(cases):
+        module = build(case.optimizer)
+        strategy = with_nodes(case.num_nodes, case.microbatches, case.layout[0])
+        trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
+        trainer.fit(module, datamodule=Data())
+        file = folder / f"{case.world_size}-{index}.ckpt"
+        trainer.save_checkpoint(file)
+        found[str(case)] = {
+            "weights": state_of(module),
+            "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+            "states": states_in(file) if trainer.global_rank == 0 else {},
+        }
+    return found
+
+
+def states_in(file: Path) -> dict[str, Tensor]:
+    """The optimizer's states in a plain file: "number key" to value."""
+    (saved,) = torch.load(file, weights_only=False)["optimizer_states"]
+    return {
+        f"{number} {key}": torch.as_tensor(value)
+        for number, entries in saved["state"].items()
+        for key, value in entries.items()
+    }
+
+
+class Saver(pl.Callback):
+    """Saves in mid-run, at the end of the epoch's training."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+SOURCES = ("folder", "folder-after", "file", "file-after", "plain")
+TARGETS: dict[str, Any] = {
+    "two nodes": lambda: with_nodes(2),
+    "a stage's node each": lambda: with_nodes(2, pipeline=2),
+    "no node": lambda: HolmesStrategy(pipeline_parallel_size=1, num_microbatches=2),
+}
+
+
+def run_checkpoints(folder: Path) -> dict[str, Any]:
+    """Weights after two epochs, of which the second is resumed from each source; "plain.ckpt" lies in ``folder``."""
+    found = {}
+    for kind, folders in (("folder", True), ("file", False)):
+        trainer = make_trainer(folder, strategy=with_nodes(1, save_distributed_checkpoint=folders))
+        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
+        trainer.fit(build(), datamodule=Data())
+        trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
+    for source in SOURCES:
+        for target, make in TARGETS.items():
+            module = build()
+            make_trainer(folder, 2, strategy=make()).fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
+            found[f"{source} to {target}"] = state_of(module)
+    return found
+
+
+def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
+    """By optimizer: weights where nodes need not wait for the step, and where a hook makes them."""
+    found = {}
+    for optimizer in OPTIMIZERS:
+        weights = []
+        for hooks in ({}, {"on_before_optimizer_step": lambda trainer, module, optimizer: None}):
+            module = build(optimizer)
+            trainer = make_trainer(folder, strategy=with_nodes(2), callbacks=[pl.callbacks.LambdaCallback(**hooks)])
+            trainer.fit(module, datamodule=Data())
+            weights.append(state_of(module))
+        found[f"eager and deferred {optimizer}"] = weights
+    return found
+
+
+class Counts(torch.optim.SGD):
+    """Keeps count in its group."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return loss
+
+
+def _with(optimizer: Any) -> Any:
+    def change(module: pl.LightningModule, trainer: Trainer) -> None:
+        module.configure_optimizers = lambda: optimizer(list(module.layers.parameters()))  # type: ignore[method-assign]
+
+    return change
+
+
+def _local(parameters: Any) -> torch.optim.Optimizer:
+    class Mine(torch.optim.SGD):
+        pass
+
+    return Mine(parameters, lr=0.1)
+
+
+def _by_hook(hook: str, act: Any) -> Any:
+    def change(module: pl.LightningModule, trainer: Trainer) -> None:
+        callback = pl.callbacks.LambdaCallback(**{hook: lambda trainer, module, *_: act(module)})
+        trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+
+    return change
+
+
+def _average(module: pl.LightningModule, trainer: Trainer) -> None:
+    trainer.callbacks.append(pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1))  # type: ignore[attr-defined]
+
+
+def _step_twice(module: pl.LightningModule, trainer: Trainer) -> None:
+    def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure=closure)
+        optimizer.step()
+
+    module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
+
+
+def _change_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
+    own = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.5 ** (2 + batch_idx)
+        return own(batch, batch_idx)
+
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
+REFUSED: dict[str, Any] = {
+    "an option that changes in a step": _change_in_step,
+    "an average of weights": _average,
+    "a weight is read": _by_hook("on_train_batch_end", lambda module: module.layers[0].up.weight.norm()),
+    "a gradient is read": _by_hook("on_before_zero_grad", lambda module: module.layers[0].up.weight.grad),
+    "counted in a group": _with(lambda parameters: Counts(parameters, lr=0.1)),
+    "a class in a function": _with(_local),
+    "a tensor as an option": _with(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1))),
+    "two steps": _step_twice,
+}
+
+
+def run_refusals(folder: Path) -> dict[str, Any]:
+    """What each says, on one worker; and weights of a fit after them."""
+    found: dict[str, Any] = {}
+    for why, change in REFUSED.items():
+        module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1))
+        change(module, trainer)
+        try:
+            trainer.fit(module, datamodule=Data())
+        except Exception as error:
+            found[why] = f"{type(error).__name__}: {error}"
+    return found
+
+
+class Loses(pl.Callback):
+    """In the second batch rank 0 kills the node that it has started, or the last worker ends without a word."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.what == "node" and trainer.global_rank == 0:
+            strategy: Any = trainer.strategy
+            (process,) = strategy._job._nodes._registry._processes
+            process.kill()
+        if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
+            os._exit(9)
+
+
+def lose(what: str) -> None:
+    """A fit in which something is lost."""
+    trainer = make_trainer(Path(), strategy=with_nodes(1))
+    trainer.callbacks.append(Loses(what))  # type: ignore[attr-defined]
+    trainer.fit(build(), datamodule=Data())

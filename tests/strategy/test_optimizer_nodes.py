@@ -1,0 +1,164 @@
+"""Optimizer nodes give the numbers of plain Lightning, parameters and optimizer states. Tolerance 1e-5 (fp32), of the largest entry."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import forked_executable, forked_python, free_port, launch, launch_raw
+from optimizer_node_cases import (
+    CASES,
+    OPTIMIZERS,
+    OPTIONS,
+    SOURCES,
+    TARGETS,
+    Case,
+    Data,
+    build,
+    make_trainer,
+    state_of,
+    states_in,
+    work,
+)
+
+Records = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[Any, Any]:
+    """Plain Lightning in one process: a fit for each optimizer and option, and one of two epochs."""
+    found: dict[Any, Any] = {}
+    for key in {("adamw", "no option"), *((case.optimizer, case.option) for case in CASES)}:
+        module, trainer = build(key[0]), make_trainer(folder, **OPTIONS[key[1]])
+        trainer.fit(module, datamodule=Data())
+        file = folder / ("plain.ckpt" if key == ("adamw", "no option") else "other.ckpt")
+        trainer.save_checkpoint(file)
+        found[key] = {
+            "weights": state_of(module),
+            "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+            "states": states_in(file),
+        }
+    module = build()
+    make_trainer(folder, 2).fit(module, datamodule=Data())
+    return found | {"two epochs": state_of(module)}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, plain: dict[Any, Any]) -> Records:
+    """What each rank gives, by name."""
+    records: Records = {}
+    for size in (1, 2, 4):
+        cases = [case for case in CASES if case.world_size == size]
+        ranks = launch(size, f"{work.__module__}:work", (str(folder), forked_executable(), cases), timeout_s=240)
+        records |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return records
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any, Any], found: Records) -> None:
+    expected, ranks = plain[case.optimizer, case.option], found[str(case)]
+    for rank in ranks:
+        assert_same(rank["weights"], expected["weights"])
+        assert rank["metrics"]["val_loss"] == pytest.approx(expected["metrics"]["val_loss"], rel=1e-5)
+    assert_same(ranks[0]["states"], expected["states"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_before_the_step_are_those_at_the_step_bit_for_bit(optimizer: str, found: Records) -> None:
+    for eager, deferred in found[f"eager and deferred {optimizer}"]:
+        assert all(torch.equal(eager[name], deferred[name]) for name in deferred)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_checkpoint_is_resumed_with_and_without_nodes(
+    source: str, target: str, plain: dict[Any, Any], found: Records
+) -> None:
+    for weights in found[f"{source} to {target}"]:
+        assert_same(weights, plain["two epochs"])
+
+
+@pytest.mark.parametrize("source", ["file", "file-after"])
+def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: dict[Any, Any], found: Records) -> None:
+    module = build()
+    make_trainer(folder, 2).fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
+    assert_same(state_of(module), plain["two epochs"])
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        (
+            "an average of weights",
+            "UnsupportedModuleError: optimizer_nodes=1: the callback StochasticWeightAveraging reads",
+        ),
+        ("a weight is read", "reads layers.0.up.weight, but optimizer nodes hold it between steps"),
+        ("a gradient is read", "reads the gradient of layers.0.up.weight, but optimizer nodes hold it between steps"),
+        ("counted in a group", "Counts changes 'count' of its parameter group 0 in each step"),
+        ("a class in a function", "is defined inside a function, where an optimizer node cannot find it"),
+        ("a tensor as an option", "param_groups[0]['lr'] is a tensor, and only plain numbers are sent"),
+        ("an option that changes in a step", "the optimizer's options were [{'lr': 0.05"),
+        ("two steps", "the optimizer steps twice with the gradients of one batch"),
+    ],
+)
+def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) -> None:
+    assert reason in found[why][0]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("node", "ConnectionLostError: connection lost to optimizer node 0"), ("worker", "worker 1 is gone")],
+)
+def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> None:
+    workers = launch_raw(
+        2,
+        f"{work.__module__}:lose",
+        what,
+        timeout_s=90,
+        folder=tmp_path,
+        environment=lambda rank: {"PYTHON_EXEC": forked_executable()},
+    )
+    left = workers if what == "node" else workers[:1]
+    assert all(worker.exit_code not in (0, None) for worker in left)
+    assert any(reason in worker.output for worker in left)
+
+
+def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("node_script.py")
+    environment = os.environ | {
+        "HOLMES_NODE_SECRET": "known to both",
+        "HOLMES_NODE_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = "-m", "lightning_holmes.cli", "optimizer-node", "--master-addr", "127.0.0.1", "--", str(script), "gpu"
+    worker, node = (
+        subprocess.Popen(
+            [*forked_python(), *arguments],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for arguments in ((str(script), "cpu"), command)
+    )
+    try:
+        said = worker.communicate(timeout=90)[0]
+        served = node.communicate(timeout=90)[0]
+    finally:
+        worker.kill(), node.kill()
+    assert worker.returncode == 0 and "RESULT loss=" in said, said
+    assert node.returncode == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
