@@ -75,6 +75,7 @@ class FailureWatch:
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
         self._cause: Failure | None = None
+        self._grace_s = _GRACE_S
         self._answered = time.monotonic()
         self._gone = threading.Event()
         self._well = self._released = False  # this rank's run has ended well; rank 0's, and the store may go
@@ -148,7 +149,10 @@ class FailureWatch:
         if not self._store.check([self._key(_ABSENT_KEY)]):
             return
         rank, batch, words = json.loads(self._store.get(self._key(_ABSENT_KEY)))
-        if rank != self._rank and self.on_absence(batch) and self._store.add(self._key(_FIRST_KEY), 1) == 1:
+        if rank == self._rank or not self.on_absence(batch):
+            return
+        self._grace_s = _SILENCE_S  # what this rank does never ends by itself; the other one must read this first
+        if self._store.add(self._key(_FIRST_KEY), 1) == 1:
             self._store.set(self._key(_KEY), json.dumps([rank, f"{UnevenDataError.__name__}: {words}"]))
 
     def _answer(self) -> None:
@@ -244,7 +248,7 @@ class FailureWatch:
 
     def _end_process(self, line: str) -> None:
         """Unless what this rank does ends by itself within a moment, as it mostly does when connections break."""
-        if not self._stop.wait(_GRACE_S):
+        if not self._stop.wait(self._grace_s):
             print(line, file=sys.stderr, flush=True)
             os._exit(1)
 
