@@ -82,6 +82,7 @@ def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) 
         "num_candidates",
         "left_out",
         "memory_note",
+        "sharding_note",
     }
     assert Timeline.from_data(data["best"].pop("timeline")).step_s == data["best"]["step_s"]
     assert all(set(entry) == set(data["best"]) for entry in data["runners_up"])
