@@ -1,7 +1,9 @@
 """What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
 import itertools
+import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,13 +34,14 @@ class Windows(Dataset):  # type: ignore[type-arg]
 class StepClock(Callback):
     """Seconds from one training batch's start to the next one's, after what a GPU still had to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.marks: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.marks.append(time.perf_counter())
+        self.marks.append(self.clock())
 
     on_train_end = on_train_batch_start
 
@@ -54,8 +57,9 @@ def train(
     steps: int,
     skip: int,
     accelerator: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    clock = StepClock()
+    marks = StepClock(clock)
     trainer = Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -65,10 +69,10 @@ def train(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
+        callbacks=[marks],
     )
     trainer.fit(module, DataLoader(Windows(batch_size * (steps + skip)), batch_size=batch_size))
-    return clock.seconds(skip)
+    return marks.seconds(skip)
 
 
 def build(hidden_size: int, num_layers: int) -> GPT:
@@ -102,6 +106,21 @@ def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
             )
             module = build(options["hidden_size"], options["num_layers"])
             found[name] += train(module, strategy, 2, options["batch_size"], options["steps"], 4)
+    return found
+
+
+def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
+    """Processor seconds of a step, the median of each run, of pairs in alternating order: all layers in one stage, and each in its
+    own with all microbatches through one before the next; the same microbatches, everything resident, one process."""
+    found: dict[str, list[float]] = {"one stage": [], "layered": []}
+    settings: dict[str, Any] = {"pipeline_parallel_size": 1, "num_microbatches": options["num_microbatches"]}
+    for turn in range(options["pairs"]):
+        for name in list(found) if turn % 2 == 0 else list(found)[::-1]:
+            kind = {"schedule": "breadth_first" if name == "layered" else "1f1b"}
+            module = build(options["hidden_size"], options["num_layers"])
+            strategy = lightning_holmes.HolmesStrategy(**settings, **kind)
+            steps = train(module, strategy, 1, options["batch_size"], options["steps"], 2, clock=time.process_time)
+            found[name].append(statistics.median(steps))
     return found
 
 

@@ -91,3 +91,14 @@ def test_monitoring_costs_at_most_two_percent() -> None:
     options = {"hidden_size": 128, "num_layers": 4, "batch_size": 8, "steps": 84, "num_microbatches": 4}
     run = in_turn(2, "monitored_in_turn", 0, options)
     assert measure("two stages, a monitored batch against the one before it", "plain", 1.02, run) <= 1.02
+
+
+@pytest.mark.timeout(1500)
+def test_a_stage_for_each_layer_costs_at_most_two_percent_over_one_stage() -> None:
+    """Layered accumulation with everything resident, by the median of ten alternating pairs of processor time."""
+    options = {"pairs": 10, "hidden_size": 256, "num_layers": 12, "batch_size": 8, "steps": 6, "num_microbatches": 4}
+    times = launch(1, "step_time_workers:layered_in_turn", options, timeout_s=1400)[0]
+    ratios = [layered / one for one, layered in zip(times["one stage"], times["layered"], strict=True)]
+    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"\ntwelve stages of a layer against one: {statistics.median(ratios):.3f} (at most 1.02), of {shown}")
+    assert statistics.median(ratios) <= 1.02

@@ -73,7 +73,9 @@ def test_sends_follow_their_computation_and_a_reduction_the_last_one_of_its_stag
         for stage in schedule.stages_of(rank):
             mine = [action for action in actions if action.stage == stage and action.op not in RECV_OPS]
             ends = ["RL"] if schedule.forward_only else ["R", "RL"]
-            assert [str(action) for action in mine[-len(ends) :]] == [f"{op}{stage}" for op in ends]
+            last = [str(action).removesuffix(str(stage)) for action in mine[-len(ends) :]]
+            # where stages are let go, what is needed sooner is fetched between the two
+            assert last == ends or (schedule.name == "breadth_first" and last == ends[::-1])
             assert [action.op for action in mine].count(Op.REDUCE_GRADIENTS) == (not schedule.forward_only)
 
 
@@ -116,12 +118,12 @@ def test_breadth_first_by_hand() -> None:
     backwards again."""
     layered = make_schedule("breadth_first", pipeline_parallel_size=1, num_microbatches=2, num_chunks=3)
     assert written(layered, without=()) == [
-        "FT0 FT1 F0.0 F0.1 RL0 FT2 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 R2 RL2 FT0 B1.0 B1.1 R1 RL1 B0.0 B0.1 R0 RL0"
+        "FT0 FT1 F0.0 F0.1 RL0 FT2 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 RL2 FT0 R2 B1.0 B1.1 RL1 R1 B0.0 B0.1 R0 RL0"
     ]
     pipeline = make_schedule("breadth_first", pipeline_parallel_size=2, num_microbatches=2, num_chunks=2)
     assert written(pipeline, without=(*RECV_OPS, *SEND_OPS)) == [
-        "FT0 FT2 F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 R2 RL2 B0.0 B0.1 R0 RL0",
-        "FT1 FT3 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 R3 RL3 B1.0 B1.1 R1 RL1",
+        "FT0 FT2 F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 RL2 R2 B0.0 B0.1 R0 RL0",
+        "FT1 FT3 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 RL3 R3 B1.0 B1.1 R1 RL1",
     ]
     evaluation = make_schedule(
         "breadth_first", pipeline_parallel_size=1, num_microbatches=1, num_chunks=2, forward_only=True

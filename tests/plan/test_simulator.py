@@ -353,15 +353,15 @@ def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
     timeline = run("breadth_first", costs, 2, ranks=1, chunks=3)
     lane = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("gather", "reduce")]
     # F0 from 3; FT1, asked for with FT0, ends at 6; stage 1 stays while stage 2 is computed; FT0 again is asked for when the
-    # backwards of stage 1 begin, after R2
+    # backwards of stage 1 begin, before R2
     assert lane == [
         (0, 3, "gather", 0),
         (3, 6, "gather", 1),
         (6, 9, "gather", 2),
-        (15, 17, "reduce", 2),
-        (17, 20, "gather", 0),
+        (15, 18, "gather", 0),
+        (18, 20, "reduce", 2),
         (20, 22, "reduce", 1),
-        (24, 26, "reduce", 0),
+        (23, 25, "reduce", 0),
     ]
     computed = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("forward", "backward")]
     assert computed == [
@@ -375,8 +375,8 @@ def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
         (13, 15, "backward", 2),
         (15, 17, "backward", 1),
         (17, 19, "backward", 1),
-        (20, 22, "backward", 0),
-        (22, 24, "backward", 0),
+        (19, 21, "backward", 0),
+        (21, 23, "backward", 0),
     ]
-    # before the first forward, before stages 1 and 2, before the backwards of stage 0, and the last reduction
-    assert timeline.step_s == 26 + 1 and timeline.exposed_s["data_parallel"] == 3 + 1 + 1 + 1 + 2
+    # before the first forward, before stages 1 and 2, and the last reduction
+    assert timeline.step_s == 25 + 1 and timeline.exposed_s["data_parallel"] == 3 + 1 + 1 + 2

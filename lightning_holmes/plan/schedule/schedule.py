@@ -168,7 +168,8 @@ def around_stages(
     """What stands before and after the computations of a rank, by their places: fetches; reductions and releases.
 
     A stage is held from its first computation to its last one; with ``lets_go`` no longer than while one other stage is computed,
-    so that never more than two are here: the last one of the forwards waits for its backwards, and so does the one before it.
+    so that never more than two are here: the last one of the forwards waits for its backwards, and so does the one before it. A
+    reduction then comes after the fetch of a stage that is needed sooner.
     """
     last = {compute.stage: index for index, compute in enumerate(order)}
     held: list[tuple[int, int, int]] = []  # stage, first and last computation
@@ -180,14 +181,21 @@ def around_stages(
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     ahead = held[0][1] if held else 0
+    reductions: list[tuple[int, Action]] = []
     for place, (stage, begins, ends) in enumerate(held):
         if place < 2 or held[place - 2][0] != stage:
             before.setdefault(ahead, []).append(Action(Op.FETCH, stage, WHOLE_BATCH))
         ahead = begins
         if ends == last[stage] and not forward_only:
-            after.setdefault(ends, []).append(Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH))
+            reduction = Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH)
+            if lets_go and ends + 1 < len(order):
+                reductions.append((ends + 1, reduction))
+            else:
+                after.setdefault(ends, []).append(reduction)
         if place + 2 >= len(held) or held[place + 2][0] != stage:
             after.setdefault(ends, []).append(Action(Op.RELEASE, stage, WHOLE_BATCH))
+    for index, reduction in reductions:
+        before.setdefault(index, []).append(reduction)
     return before, after
 
 
