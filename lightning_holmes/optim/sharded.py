@@ -31,7 +31,7 @@ from lightning_holmes.optim.elementwise import Separability, marks_of, test_sepa
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.shards import Piece
+from lightning_holmes.optim.shards import Piece, holder_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
@@ -359,15 +359,12 @@ class ShardedOptimizer:
         )
 
     def destination(self, name: str) -> int:
-        """The replica that brings a parameter's state into a folder: the one that holds most of it. Ranks of a tensor
+        """The replica that brings a parameter's state into a folder: one that holds much of it. Ranks of a tensor
         group, whose parts may be of unlike sizes, go by its place, so that they agree."""
+        number = list(self._group_of).index(name)
         if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
-            return list(self._group_of).index(name) % self._size
-        held = [0] * self._size
-        for piece in self._pieces:
-            if piece.name == name:
-                held[piece.rank] += max(1, piece.numel)
-        return held.index(max(held))
+            return number % self._size
+        return holder_of(name, number, self._pieces, self._size)
 
     def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a piece out of that of the whole parameter."""

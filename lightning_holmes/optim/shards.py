@@ -5,7 +5,7 @@ cut_by_elements(extents, 2)      # rank 0: head[0:8]; rank 1: head[8:10], body[0
 cut_by_parameters(extents, 2)    # rank 0: head; rank 1: body
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -76,6 +76,17 @@ def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
             begin += size
             before += size
     return pieces
+
+
+def holder_of(name: str, number: int, pieces: Iterable[Piece], size: int) -> int:
+    """Which of ``size`` ranks brings the parameter ``name`` together: one that holds much of it, and of several that do each in
+    its turn, by the parameter's ``number``."""
+    held = [0] * size
+    for piece in pieces:
+        if piece.name == name:
+            held[piece.rank] += max(1, piece.numel)
+    much = [rank for rank, numel in enumerate(held) if 2 * numel >= max(held)]
+    return much[number % len(much)]
 
 
 def cut_whole(names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, bucket: int) -> tuple[list[Piece], int]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole
+from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
 
 
@@ -199,12 +199,8 @@ class StageShards:
         return next(own.shard for own in self.parts if _alike(part, own))
 
     def destination(self, name: str) -> int:
-        """The replica that holds most of a parameter."""
-        held = [0] * self.size
-        for piece in self._pieces:
-            if piece.name == name:
-                held[piece.rank] += max(1, piece.numel)
-        return held.index(max(held))
+        """The replica that brings a parameter into a folder."""
+        return holder_of(name, list(self.parameters).index(name), self._pieces, self.size)
 
     def _add(self, part: Part, *, is_new: bool = True) -> None:
         self.parts.append(part)

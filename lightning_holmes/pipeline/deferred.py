@@ -212,7 +212,7 @@ class DeferredModule:
                 if dtensor.is_split(tensor):  # it may be a view of the whole
                     real = real.clone()
                     if tensor.numel() * tensor.element_size() >= _LARGE:
-                        _give_back_freed_memory()
+                        give_back_freed_memory()
             else:
                 real = torch.zeros(dtensor.local_part(tensor).shape, dtype=tensor.dtype, device=self._place(tensor))
             yield name, real
@@ -222,7 +222,7 @@ class DeferredModule:
         return self.device if tensor.device.type == "meta" else tensor.device
 
 
-def _give_back_freed_memory() -> None:
+def give_back_freed_memory() -> None:
     """Return what is freed to the system: whole tensors, of which a rank keeps a part, leave holes between the parts, which
     glibc keeps; they came to as much as the parts."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library

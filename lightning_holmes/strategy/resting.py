@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_holmes import checkpoint
 from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.pipeline.deferred import give_back_freed_memory
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.resuming import Resumption
@@ -64,12 +65,14 @@ class RestingShards:
 
         def bring(names: Sequence[str]) -> None:
             nonlocal count
+            give_back_freed_memory()  # of the part before, which is large
             bring_part(names)
             if saved is not None and not at_once:
                 count += 1
                 checkpoint.load_module_state(pipeline, saved[0], strict=saved[1], only=names)
 
         shards.lay_out(by_elements=True, bring=bring)
+        give_back_freed_memory()
         self.keep(shards, pipeline.module)
         if saved is not None and at_once:
             shards.put(lambda: checkpoint.load_module_state(pipeline, saved[0], strict=saved[1]))
