@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.measured import RankStep, make_measured_timeline, seconds_by_kind
@@ -130,11 +131,8 @@ def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | N
 def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:
     """(number of the step of middle length, how many were noted, that step on every rank)."""
     seconds = {number: step.seconds for number, step in mine.items()}
-    everyone: list[Any] = [seconds]
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seconds)
+    everyone: list[Any] = all_gather_values(seconds) if several else [seconds]
     common = sorted(set(everyone[0]).intersection(*everyone[1:]))
     if len(common) > 2 * _WARM_UP:
         common = common[_WARM_UP:]
@@ -145,8 +143,7 @@ def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None
     number = next(number for number in common if longest[number] == middle)
     if not several:
         return number, len(common), [mine[number]]
-    steps: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(steps, mine[number].to_data())
+    steps = all_gather_values(mine[number].to_data())
     return number, len(common), [RankStep.from_data(data) for data in steps]
 
 

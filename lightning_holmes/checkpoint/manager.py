@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_holmes.checkpoint import atomic, resume
@@ -30,6 +29,7 @@ from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.checkpoint.torch_file import Outlet, save_to
 from lightning_holmes.comm.answer import connect_again
+from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -57,17 +57,13 @@ class Job:
         """Every rank's value; all must call."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        return all_gather_values(value)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value; all must call."""
         if self.size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        return broadcast_value(value)
 
 
 class CheckpointManager:

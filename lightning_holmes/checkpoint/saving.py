@@ -8,7 +8,6 @@ renamed yet, a whole folder under its temporary name, where loading finds it.
 
 import json
 import os
-import pickle
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from lightning_holmes.checkpoint.folder import dcp_metadata, part_file, write_pa
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, PLAN, REST, FileEntry, Manifest, ValueEntry
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.parts import Value
+from lightning_holmes.comm.wire import decode, encode
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.version import __version__
 
@@ -84,7 +84,7 @@ class FolderSave:
             announcement["files"] = files if len(systems.leaders) > 1 else {}
         else:
             files = {}
-        announcement = pickle.loads(meeting.announce("files", pickle.dumps(announcement)))
+        announcement = decode(meeting.announce("files", encode(announcement)))
         if announcement["error"]:
             raise CheckpointError(announcement["error"])
         problem = ""

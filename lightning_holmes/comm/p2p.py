@@ -4,14 +4,12 @@
 :class:`LocalP2P` hands them over within one process (``lightning_holmes.check``).
 
 Tensors go in the order of the schedule over a group of their own for each ordered pair of ranks, so that a
-posted NCCL receive holds up nothing else. Messages (shapes, checksums, logged values) are pickled between
-ranks of one job and always travel by gloo, on the host.
+posted NCCL receive holds up nothing else. Messages (shapes, checksums, logged values) are plain data (wire.py)
+and always travel by gloo, on the host.
 """
 
 import collections
 import functools
-import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
+from lightning_holmes.comm.wire import decode, encode
 
 _INLINE_BYTES = 1016
 
@@ -63,7 +62,7 @@ class P2P(Protocol):
         """Post a receive of the next tensors from ``source``."""
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
-        """Start to send a picklable object."""
+        """Start to send a value that wire.py can."""
 
     def expect_message(self, source: int, topic: int) -> None:
         """Get ready for a message that will come for certain, so that receiving it later costs no time."""
@@ -187,7 +186,7 @@ class DistributedP2P:
         return narrow if narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = encode(message)
         head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
         head[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
         parts = [head]
@@ -220,7 +219,7 @@ class DistributedP2P:
                 data = torch.empty(length, dtype=torch.uint8)
                 rest = dist.irecv(data, self.ranks[source], group=self._messages, tag=topic)
                 wait_for(rest, self._messages)
-        return pickle.load(io.BytesIO(data.numpy().tobytes()))
+        return decode(data.numpy().data)
 
     def finish(self) -> None:
         for work, _, group, where in self._in_flight:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shards import Piece
 
@@ -106,10 +107,7 @@ def collect_states(
         numbers[piece]: {k: _describe(piece, k, v, element_keys(piece.name)) for k, v in state.items()}
         for piece, state in local.items()
     }
-    everyone: list[Any] = [described]
-    if group is not None:
-        everyone = [None] * size
-        dist.all_gather_object(everyone, described, group=group)
+    everyone: list[Any] = [described] if group is None else all_gather_values(described, group)
     known = {number: entries for part in everyone for number, entries in part.items()}
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:

@@ -8,7 +8,6 @@ import os
 import platform
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import lightning
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.strategy.admission import compare_facts
@@ -34,9 +34,7 @@ def compare_ranks(facts: Mapping[str, str], world_size: int) -> None:
         ConfigurationError: names the differences and the ranks.
     """
     if world_size > 1:
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, facts)
-        compare_facts(everyone)
+        compare_facts(all_gather_values(facts))
 
 
 def version_facts() -> dict[str, str]:
@@ -87,9 +85,8 @@ def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, 
     if world_size == 1:
         return
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_fake(t)]
-    everyone: list[Any] = [None] * world_size
     part = groups.tensor_parallel_rank
-    dist.all_gather_object(everyone, [(part if dtensor.is_dtensor(t) else 0, content_of(t)) for t in tensors])
+    everyone = all_gather_values([(part if dtensor.is_dtensor(t) else 0, content_of(t)) for t in tensors])
     with torch.no_grad():
         for tensor, *contents in zip(tensors, *everyone, strict=True):
             if len(set(contents)) == len({place for place, _ in contents}):
@@ -124,11 +121,10 @@ def content_of(tensor: Tensor) -> str:
 
 def share_generators() -> None:
     """Give all ranks rank 0's generators; for what is drawn before the ranks of a pipeline know each other."""
-    state: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
-    dist.broadcast_object_list(state, 0)
-    random.setstate(state[0][0])
-    np.random.set_state(state[0][1])
-    torch.set_rng_state(state[0][2])
+    python, numpy_state, host = broadcast_value((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(host)
 
 
 def share_random_state(groups: ProcessGroups) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.lightning_private import distributed_is_initialized, gather_over, reduce_over
 
 T = TypeVar("T")
@@ -28,9 +29,8 @@ def broadcast(value: T, src: int = 0) -> T:
     """What global rank ``src`` gives."""
     if not distributed_is_initialized():
         return value
-    values = [value]
-    dist.broadcast_object_list(values, src)
-    return values[0]
+    found: T = broadcast_value(value, src)
+    return found
 
 
 def reduce(tensor: Tensor | Any, group: Any, reduce_op: Any) -> Tensor | Any:

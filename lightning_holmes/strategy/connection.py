@@ -25,6 +25,7 @@ from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
+from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.uncaught import one_line, show_as
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
@@ -138,17 +139,13 @@ class Connection:
         """What each rank gives; all must call."""
         if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return all_gather_values(value)
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 gives; all must call."""
         if self.world_size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        return broadcast_value(value)
 
     def ask_rank_0(self, find: Callable[[], Any]) -> Any:
         """What ``find()`` returns on rank 0, or raises there, on every rank; all must call."""

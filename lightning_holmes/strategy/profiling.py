@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
@@ -257,9 +258,7 @@ def time_update(device: torch.device) -> float:
 def _everyone(request: PlanRequest, mine: Any) -> list[Any]:
     if request.world_size == 1:
         return [mine]
-    found: list[Any] = [None] * request.world_size
-    dist.all_gather_object(found, mine)
-    return found
+    return all_gather_values(mine)
 
 
 def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:

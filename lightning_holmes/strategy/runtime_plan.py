@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Host, Topology
+from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.cost_model import CostModel
@@ -126,7 +125,7 @@ def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> Pipeline
         except HolmesError as refusal:
             answer = [refusal]
     if request.world_size > 1:
-        dist.broadcast_object_list(answer, 0)
+        answer = broadcast_value(answer)
     if isinstance(answer[0], HolmesError):
         raise answer[0]
     choice: PipelinePlan = answer[0]

@@ -8,9 +8,9 @@ plan = trial.after_batch(plan)           # every rank, after every training batc
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.pipeline.split_meter import SplitMeter
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.plan import Plan
@@ -42,8 +42,7 @@ class SplitTrial:
             return plan
         mine = self.meter.costs()
         self.meter = None
-        everyone: list[dict[int, StageSeconds | None]] = [{} for _ in range(plan.world_size)]
-        dist.all_gather_object(everyone, mine)
+        everyone: list[dict[int, StageSeconds | None]] = all_gather_values(mine)
         stages = [slowest([costs[stage] for costs in everyone if stage in costs]) for stage in range(plan.num_stages)]
         choice = choose_split(stages, num_microbatches=plan.num_microbatches, schedule=plan.schedule)
         self._driver.schedule = choice.schedule

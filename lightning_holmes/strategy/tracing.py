@@ -12,10 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
@@ -82,7 +82,7 @@ def trace_module(
         except HolmesError as refusal:
             answer = [refusal]
     if world_size > 1:
-        dist.broadcast_object_list(answer, 0)
+        answer = broadcast_value(answer)
     (result,) = answer
     if isinstance(result, HolmesError):
         raise result

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.param_gather import READS_NO_VALUE
@@ -375,8 +376,7 @@ class Tripwires(Replacements):
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
         """Let the parts that any rank wants be whole on all, and those of the round before go."""
-        everyone: list[Any] = [None] * self._job.connection.world_size
-        dist.all_gather_object(everyone, sorted(wishes), group=self._job.groups.everyone_on_host)
+        everyone = all_gather_values(sorted(wishes), self._job.groups.everyone_on_host)
         wanted: set[Wish] = set().union(*everyone)
         if not wanted:
             return wanted

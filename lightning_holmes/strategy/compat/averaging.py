@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.lightning_private import average_model, averaging_functions
 from lightning_holmes.optim.stage_shards import StageShards
@@ -172,10 +173,7 @@ class WeightAverages(Replacements):
         """Which replica wants a parameter, if each wants those whose entries it has, ``present``. All replicas call."""
         keys = self._pipeline.module.state_dict(keep_vars=True)
         names = {self._pipeline.name_of(keys[key], key) for key in present if key in keys}
-        everyone: list[Any] = [names]
-        if self._replicas is not None:
-            everyone = [None] * dist.get_world_size(self._replicas)
-            dist.all_gather_object(everyone, names, group=self._replicas)
+        everyone = [names] if self._replicas is None else all_gather_values(names, self._replicas)
         holders = {name: replica for replica, wanted in enumerate(everyone) for name in wanted}
         return lambda name: holders.get(name, self._first)
 

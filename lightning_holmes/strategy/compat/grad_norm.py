@@ -10,13 +10,14 @@ on all of them, as on_before_optimizer_step does).
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor, nn
 
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -62,8 +63,7 @@ class GradNormExchange(Replacements):
                 for name, parameter in parameters.items()
                 if parameter.grad is not None and self._owns(parameter)
             }
-            everyone: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(everyone, mine, group=self._group)
+            everyone = all_gather_values(mine, self._group)
         found = {name: value for norms in everyone for name, value in norms.items()}
         norms = {
             f"grad_{norm_type}_norm{group_separator}{name}": torch.tensor(found[name])

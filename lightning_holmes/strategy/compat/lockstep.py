@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -125,10 +126,8 @@ class Lockstep(Replacements):
         wanted, *rank_0s = message.tolist()
         everyone = {0: rank_0s, trainer.global_rank: mine}
         if rank_0s[0] != Place.BATCH:  # all hear so, and none is in a batch yet
-            found: list[Any] = [None] * trainer.world_size
             with self._explaining():
-                dist.all_gather_object(found, mine)
-            everyone = dict(enumerate(found))
+                everyone = dict(enumerate(all_gather_values(mine)))
         if len({tuple(at[:2]) for at in everyone.values()}) > 1:
             raise UnevenDataError(describe_places(everyone, trainer.current_epoch))
         return int(wanted)

@@ -1,0 +1,44 @@
+"""Values of any kind between the ranks of a group, as wire.py sends them: nothing is unpickled, as torch's collectives of objects do.
+
+all_gather_values({"rank": 1}, group)        # every rank of the group must call
+broadcast_value(plan, 0)
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_holmes.comm.wire import decode, encode
+
+
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of ``group`` (None: all) gives, by its place there. All of them must call."""
+    device = _device(group)
+    data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(parts, padded.to(device), group=group)
+    return [decode(part[:length].cpu().numpy().data) for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_value(value: Any, source: int = 0) -> Any:
+    """What global rank ``source`` gives, which keeps its own. All ranks must call."""
+    device, gives = _device(None), dist.get_rank() == source
+    data = torch.frombuffer(bytearray(encode(value) if gives else b"\0"), dtype=torch.uint8)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, source)
+    data = data.to(device) if gives else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, source)
+    return value if gives else decode(data.cpu().numpy().data)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors of the group's collectives lie."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )

@@ -1,0 +1,34 @@
+"""Where the package pickles, unpickles, or lets torch do so: each place with its reason."""
+
+import ast
+from pathlib import Path
+
+import lightning_holmes
+
+PLACES = {
+    "checkpoint/folder.py: pickle.dumps": "the .metadata for torch's own tools; never read here",
+    "checkpoint/restricted.py: pickle.UnpicklingError": "what torch.load raises",
+    "checkpoint/restricted.py: torch.load": "of files: of plain data only, unless the user says weights_only=False",
+    "models/hf.py: pickle.UnpicklingError": "what torch.load raises",
+}
+_MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+
+
+def test_nothing_that_comes_over_the_network_is_unpickled() -> None:
+    root = Path(lightning_holmes.__file__).parent
+    found = set()
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names = [f"{node.value.id}.{node.attr}"]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                module, _, called = name.rpartition(".")
+                objects = called.endswith(("_object", "_object_list")) and "dist" in module
+                loads = called == "load" and module in ("torch", "torch.serialization", "torch.jit", "torch.export")
+                arrays = called == "load" and module in ("np", "numpy")
+                if module.split(".")[0] in _MODULES or objects or loads or arrays or called == "read_pickle":
+                    found.add(f"{path.relative_to(root).as_posix()}: {name}")
+    assert found == set(PLACES)
