@@ -5,6 +5,7 @@ Every rank must be able to reach every other one there, which no RDMA fabric tha
 
 import contextlib
 import os
+import socket
 from collections.abc import Generator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,10 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
+_BACKLOG = 4096  # ranks that connect at once, as the kernel allows
+_TORCHS_PREFIX = (
+    "default_pg"  # which the other ranks' keys have; init_process_group puts it before none that it is given
+)
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
@@ -52,6 +57,9 @@ def connect_world(
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if attempt:
             options["store"] = _store_of_attempt(environment, attempt, timeout)
+        elif environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            kept = _keep_store(environment, timeout, several_hosts=several_hosts)
+            options |= {} if kept is None else {"store": kept}
         init_dist_connection(environment, backend, timeout=timeout, **options)
 
 
@@ -64,6 +72,43 @@ def _store_of_attempt(environment: ClusterEnvironment, attempt: int, timeout: ti
     if timeout is not None:
         store.set_timeout(timeout)
     return dist.PrefixStore(f"holmes/attempt{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _keep_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:
+    """The job's store, which listens on the master's address alone, on rank 0; torch's listens on all of the host's.
+
+    None where that cannot be: the address is none of this host's own but leads to it, it is a name that means this host's
+    loopback here and something else on others, or the process keeps a store at this port already.
+    """
+    address = _ipv4(environment.main_address)
+    if address is None or (several_hosts and address.startswith("127.")):
+        return None
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, environment.main_port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        environment.main_address,
+        environment.main_port,
+        environment.world_size(),
+        True,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        **given,
+    )
+    return dist.PrefixStore(_TORCHS_PREFIX, store)  # type: ignore[attr-defined]
+
+
+def _ipv4(host: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager

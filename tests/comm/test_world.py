@@ -1,0 +1,64 @@
+"""Where the job's store listens: on the master's address, so that nobody on another network of the host reaches it."""
+
+import os
+import socket
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from launch import launch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from lightning_holmes.comm import world
+from lightning_holmes.comm.user_settings import UserSettings
+
+
+def listening() -> list[str]:
+    port = int(os.environ["MASTER_PORT"])
+    ends = psutil.Process().net_connections(kind="tcp")
+    return sorted(end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN and end.laddr.port == port)
+
+
+def connect(address: str) -> tuple[list[str], list[str]]:
+    """Where this process listens once WORLD has been formed, and, on rank 0, after it has been formed a second time."""
+    os.environ["MASTER_ADDR"] = address
+    found = []
+    for _ in range(2):
+        world.connect_world(
+            TorchElasticEnvironment(),
+            "gloo",
+            interface=None,
+            several_hosts=address.startswith("127.0.0.2"),
+            user=UserSettings(),
+            timeout=None,
+        )
+        dist.barrier()
+        found.append(listening())
+        dist.destroy_process_group()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1"]), ("127.0.0.2", ["::"])],
+    ids=["an address", "a name", "loopback between hosts"],
+)
+def test_the_store_listens_on_the_masters_address(address: str, listens: list[str]) -> None:
+    kept, others = launch(2, "test_world:connect", address, timeout_s=90)
+    assert kept[0] == listens and others == ([], [])
+
+
+def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> None:
+    class Elsewhere(TorchElasticEnvironment):
+        main_address = "192.0.2.1"  # of documentation
+        main_port = 1
+
+    assert world._keep_store(Elsewhere(), None, several_hosts=True) is None
+    assert world._ipv4("no such host.invalid") is None and world._ipv4("127.0.0.1") == "127.0.0.1"
+    taken: Any = socket.socket()
+    with taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        Elsewhere.main_address, Elsewhere.main_port = taken.getsockname()
+        assert world._keep_store(Elsewhere(), None, several_hosts=False) is None
