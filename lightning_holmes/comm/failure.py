@@ -28,8 +28,7 @@ _DOUBT_KEY = "doubt"
 _ABSENT_KEY = "absent"
 _DONE_KEY = "done"
 _LEFT_KEY = "left"
-_NOTICE_S = 10.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
-_NOTICE_OF_LOSS_S = 6.0  # likewise one that has lost another, which may be dead and read nothing
+_NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
 _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
@@ -92,8 +91,7 @@ class FailureWatch:
         as it is known."""
         atexit.unregister(FailureWatch._see_off)
         if self._reachable():
-            wait_s = _NOTICE_OF_LOSS_S if is_lost(exception) else _NOTICE_S
-            _in_thread(lambda: self._tell(exception, wait_s), timeout_s=wait_s + _NOTICE_OF_LOSS_S)
+            _in_thread(lambda: self._tell(exception), timeout_s=2 * _NOTICE_S)
         self._end(timeout_s=5.0 if self._reachable() else 0.0)
         return self._cause
 
@@ -101,9 +99,9 @@ class FailureWatch:
         """Whether the store has answered lately."""
         return not self._gone.is_set() and time.monotonic() - self._answered < _SILENCE_S
 
-    def _tell(self, exception: BaseException, wait_s: float) -> None:
+    def _tell(self, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
-            end = time.monotonic() + wait_s
+            end = time.monotonic() + _NOTICE_S
             if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
                 while self._cause is None and time.monotonic() < end:  # the first is about to say it
                     self._cause = self._look()
@@ -194,7 +192,7 @@ class FailureWatch:
         """On rank 0, whose process may keep the store, before that ends: wait until the others have ended the run, too, or know
         that it may. Some seconds at the most."""
         if not self._gone.is_set():
-            _in_thread(self._await_others, timeout_s=_NOTICE_OF_LOSS_S)
+            _in_thread(self._await_others, timeout_s=_NOTICE_S)
 
     def _await_others(self) -> None:
         with contextlib.suppress(Exception):
