@@ -33,6 +33,7 @@ from lightning_holmes.checkpoint import CheckpointManager
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
+from lightning_holmes.comm.interrupt import ends_by_interrupt
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -339,10 +340,11 @@ class HolmesStrategy(ParallelStrategy):
             self._connection = Connection(
                 self.cluster_environment, self.root_device, num_nodes=self.num_nodes, options=self._options
             )
-        self._connection.open()
-        if self._job is None:
-            with self._connection.explaining():
-                self._job = Job(self._connection, self._options)
+        with ends_by_interrupt() if self.world_size > 1 else nullcontext():
+            self._connection.open()
+            if self._job is None:
+                with self._connection.explaining():
+                    self._job = Job(self._connection, self._options)
         if self.lightning_module is not None:
             set_device_mesh(self.lightning_module, self._job.device_mesh)
         publish_coordinate((self.data_parallel_rank, self.data_parallel_size))

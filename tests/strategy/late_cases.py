@@ -1,6 +1,7 @@
 """Fits in which a rank keeps the others waiting in a hook."""
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -53,3 +54,13 @@ def stuck(payload: dict[str, Any]) -> None:
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "timeout": timedelta(seconds=5)}
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options)
     setting.trainer(callbacks=[Late(stuck=True)]).fit(build(), setting.loader(samples()))
+
+
+def interrupted(payload: dict[str, Any]) -> None:
+    """Two ranks of three wait for the third, and are told to end as by Ctrl-C."""
+    torch.set_num_threads(1)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    setting = Setting(Path(payload["folder"]) / os.environ["RANK"], {"pipeline_parallel_size": 3})
+    trainer = setting.trainer()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    trainer.fit(build(), setting.loader(samples()))

@@ -21,3 +21,8 @@ def test_a_rank_that_never_leaves_a_hook_ends_the_run_after_the_timeout(tmp_path
     said = r"ConnectionLostError: connection lost on rank 0 while waiting for a message from rank 1 .*nothing came within the timeout"
     assert re.search(said + r".*Timed out waiting 5000ms", workers[0].output), workers[0].output
     assert "[rank 1] ends, because rank 0 failed: ConnectionLostError" in workers[1].output, workers[1].output
+
+
+def test_ranks_that_are_interrupted_while_they_start_end(tmp_path: Path) -> None:
+    workers = launch_raw(2, "late_cases:interrupted", {"folder": str(tmp_path)}, timeout_s=120, folder=tmp_path / "job")
+    assert all(worker.exit_code in (1, 130) for worker in workers), workers
