@@ -20,23 +20,19 @@ def listening() -> list[str]:
     return sorted(end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN and end.laddr.port == port)
 
 
-def connect(address: str) -> tuple[list[str], list[str]]:
-    """Where this process listens once WORLD has been formed, and, on rank 0, after it has been formed a second time."""
+def connect(address: str) -> list[str]:
+    """Where this process listens once WORLD has been formed."""
     os.environ["MASTER_ADDR"] = address
-    found = []
-    for _ in range(2):
-        world.connect_world(
-            TorchElasticEnvironment(),
-            "gloo",
-            interface=None,
-            several_hosts=address.startswith("127.0.0.2"),
-            user=UserSettings(),
-            timeout=None,
-        )
-        dist.barrier()
-        found.append(listening())
-        dist.destroy_process_group()
-    return found[0], found[1]
+    world.connect_world(
+        TorchElasticEnvironment(),
+        "gloo",
+        interface=None,
+        several_hosts=address == "127.0.0.2",
+        user=UserSettings(),
+        timeout=None,
+    )
+    dist.barrier()
+    return listening()
 
 
 @pytest.mark.parametrize(
@@ -45,8 +41,7 @@ def connect(address: str) -> tuple[list[str], list[str]]:
     ids=["an address", "a name", "loopback between hosts"],
 )
 def test_the_store_listens_on_the_masters_address(address: str, listens: list[str]) -> None:
-    kept, others = launch(2, "test_world:connect", address, timeout_s=90)
-    assert kept[0] == listens and others == ([], [])
+    assert launch(2, "test_world:connect", address, timeout_s=90) == [listens, []]
 
 
 def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> None:
