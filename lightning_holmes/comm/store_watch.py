@@ -48,6 +48,8 @@ class StoreWatch:
 
     def stop(self) -> None:
         """End the thread, unless it is the one that calls."""
+        with contextlib.suppress(OSError):  # it has been stopped before
+            self._wake.shutdown(socket.SHUT_RDWR)  # closing would not do: forked data workers hold it, too
         self._wake.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
