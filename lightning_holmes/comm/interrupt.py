@@ -40,6 +40,7 @@ def ends_by_interrupt() -> Iterator[None]:
         left.set()
         if before == -1:
             signal.set_wakeup_fd(-1)
+        tells.shutdown(socket.SHUT_RDWR)  # closing would not end the thread where a forked process holds it, too
         tells.close()
         thread.join()
 
