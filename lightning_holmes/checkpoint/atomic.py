@@ -114,8 +114,11 @@ def delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:  # a file system that can only be read says so before it looks
+            if path.exists():
+                raise
 
 
 @contextlib.contextmanager

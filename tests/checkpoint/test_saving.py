@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
-def test_a_full_disk_is_named_and_what_was_saved_before_stays(distributed: bool, small_disk: Path) -> None:
+def test_a_full_or_read_only_disk_is_named_and_what_was_saved_before_stays(distributed: bool, small_disk: Path) -> None:
     manager, path = CheckpointManager(distributed=distributed, background=False), small_disk / "some.ckpt"
 
     def save_weights(numel: int) -> None:
@@ -133,6 +133,11 @@ def test_a_full_disk_is_named_and_what_was_saved_before_stays(distributed: bool,
     save_weights(4)
     with pytest.raises(CheckpointError, match="No space left on device; the checkpoint before it is still there"):
         save_weights(10**6)
+    assert os.listdir(small_disk) == ["some.ckpt"] and len(read_state_dict(path)["b"]) == 4
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError, match=r"Read-only file system.*; the checkpoint before it is still there"):
+        save_weights(4)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert os.listdir(small_disk) == ["some.ckpt"] and len(read_state_dict(path)["b"]) == 4
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     with pytest.raises(OSError, match="No space left"):
