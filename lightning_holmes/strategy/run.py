@@ -355,7 +355,7 @@ class Run:
                 shards=lambda: None if self.options.optimizer_nodes else self.stage_shards,
                 waiting=lambda: self.context.builder.waiting,
                 hides_states=self._hides_states,
-                hides=self.options.optimizer_nodes > 0,
+                hides=self.options.is_layered,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))

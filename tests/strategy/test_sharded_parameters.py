@@ -111,8 +111,8 @@ def test_a_module_without_memory_lives_in_shards_also_between_runs(
 
 def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     expected = run_watched(plain["folder"])
-    for rank in ranks:
-        found = rank["watched"]
+    alone = run_watched(plain["folder"], sharded_parameters=True)
+    for found in (alone, *(rank["watched"] for rank in ranks)):
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert_same(found["state"], expected["state"])
         assert found["whole"] == 4, "those of one layer"
