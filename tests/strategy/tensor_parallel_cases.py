@@ -44,6 +44,11 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Any) -> Tensor:
+    """All of a DTensor; every rank of the tensor group must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class Words(LightningModule):
     """Embedding, blocks and head. ``style``: how configure_model shares it out over the tensor-parallel axis.
 
@@ -163,12 +168,16 @@ def build(style: str, dropout: float) -> LightningModule:
 
 
 class Watch(Callback):
-    """Losses of the steps, and the norm of the gradient before it is clipped; saves after the first epoch."""
+    """Losses of the steps, and the norm of the gradient before it is clipped; saves after the first epoch.
 
-    def __init__(self, save: str | None) -> None:
-        self.save = save
+    ``reads``: also norms of gradients and weights, taken parameter by parameter.
+    """
+
+    def __init__(self, save: str | None, reads: bool) -> None:
+        self.save, self.reads = save, reads
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.read: list[dict[str, float]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         if isinstance(trainer.strategy, HolmesStrategy):
@@ -176,9 +185,13 @@ class Watch(Callback):
         else:
             norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         self.norms.append(float(norm))
+        if self.reads:
+            self.read.append({n: float(whole(p.grad).norm()) for n, p in module.named_parameters()})
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
+        if self.reads:
+            self.read.append({n: float(whole(p.detach()).norm()) for n, p in module.named_parameters()})
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.save is not None and trainer.current_epoch == 0:
@@ -190,7 +203,7 @@ def train(
 ) -> tuple[Trainer, Watch]:
     """A run of two epochs, clipped by norm, with validation after each."""
     seed_everything(11, verbose=False)
-    watch = Watch(options.pop("save", None))
+    watch = Watch(options.pop("save", None), options.pop("reads", False))
     ckpt_path = options.pop("ckpt_path", None)
     scale = options.pop("scale", None)
     if scale is not None:  # 16-bit floats on the CPU, in torch's autocast
@@ -233,13 +246,11 @@ def run(case: dict[str, Any]) -> dict[str, Any] | str:
     trainer, watch = train(HolmesStrategy(tensor_parallel_size=2, **arguments), devices=devices, **case)
     strategy = trainer.strategy
     assert isinstance(strategy, HolmesStrategy)
-    weights = {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for n, p in trainer.lightning_module.named_parameters()
-    }
+    weights = {n: whole(p).detach().clone() for n, p in trainer.lightning_module.named_parameters()}
     return {
         "losses": watch.losses,
         "norms": watch.norms,
+        "read": watch.read,
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "grid": strategy.plan.placement.grid,
         "coordinate": strategy.device_mesh.get_coordinate(),

@@ -24,7 +24,7 @@ class Baseline:
 
     def __init__(self, strategy: Any = "auto", **options: Any) -> None:
         trainer, watch = train(strategy, **options)
-        self.losses, self.norms = watch.losses, watch.norms
+        self.losses, self.norms, self.read = watch.losses, watch.norms, watch.read
         self.val_loss = float(trainer.callback_metrics["val_loss"])
         self.weights = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
 
@@ -52,16 +52,16 @@ class Baseline:
 
 @pytest.fixture(scope="module")
 def baseline() -> Baseline:
-    return Baseline()
+    return Baseline(reads=True)
 
 
 def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
-    """Pipeline x tensor and tensor x data; saved in either format, resumed in the other's layout and in one process."""
+    """Pipeline x tensor, whose hooks read by hand, and tensor x data; saved in either format, resumed in the other's layout and in one process."""
     folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
     pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
     data = {"pipeline_parallel_size": 1}
     cases: list[dict[str, Any]] = [
-        {"strategy": pipeline, "save": folder},
+        {"strategy": pipeline, "save": folder, "reads": True},
         {"strategy": data | {"save_distributed_checkpoint": False}, "save": file},
         {"strategy": data, "ckpt_path": folder},
         {"strategy": pipeline, "style": "sequence", "ckpt_path": file},
@@ -74,6 +74,11 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     assert found[0][0]["axes"] == ("pipeline", "data_parallel", "tensor_parallel")
     assert sorted(f["coordinate"] for f in found[0]) == [(p, 0, t) for p in (0, 1) for t in (0, 1)]
     assert found[0][0]["grid"] == ((0, 1), (2, 3)) and found[1][0]["grid"] == ((0, 1, 2, 3),)
+    for of_rank in found[0]:  # what a hook reads by hand: that of all stages, each in parts on two ranks
+        assert len(of_rank["read"]) == len(baseline.read) == 4 * STEPS
+        assert all(
+            r == pytest.approx(b, rel=1e-4, abs=1e-6) for r, b in zip(of_rank["read"], baseline.read, strict=True)
+        )
     baseline.is_met_by(found[1])
     baseline.is_met_by(found[2], skip=STEPS)
     baseline.is_met_by(found[3], skip=STEPS)
