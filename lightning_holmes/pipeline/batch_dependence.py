@@ -2,8 +2,8 @@
 
 Batch normalisation, negatives taken from the batch, means over tokens with padding: no splitting is exact
 for them, by any library. They are found by trying: the loss of a few samples together against the weighted
-mean of the losses of their halves, without dropout, on a copy of the module. And batches whose first dimension
-is not samples but time: layers that know which dimension is time tell so, when its length goes with the split.
+mean of the losses of their halves, without dropout, on a copy of the module. So are buffers that each run of the step moves on
+(a spectral norm's vectors, running means). And batches whose first dimension is not samples but time: layers that know which dimension is time tell so, when its length goes with the split.
 
     found = find_batch_dependence(module, "training_step", batch, (0,), splitter)
     found.reason, found.is_cut_along_time                     # or None: nothing was found
@@ -61,7 +61,7 @@ def find_batch_dependence(
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
     trial = _Trial(module, step_name, arguments, context)
     parts = _parts(module, batch, splitter)
-    loss = None
+    loss, moved = None, []
     if parts is not None:
         small, halves, weights = parts
         with preserved_random_state(trial.device_of(small)):
@@ -71,6 +71,7 @@ def find_batch_dependence(
                     return _cut_along_time(name, step_name, time)
             if trains and all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
                 loss = _losses(trial, small, halves, weights)
+            moved = _moved_buffers(trial, small, halves)
     reasons, causes = [], []
     if norms:
         shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")
@@ -88,6 +89,13 @@ def find_batch_dependence(
             f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use num_microbatches=1"
         )
         causes.append("the loss depends on which samples are in it")
+    if moved:
+        shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+        reasons.append(
+            f"{step_name} of {name} changes buffers ({shown}) each time it runs, which is once for each microbatch: with several of "
+            f"them they, and what is computed from them, are other than those of plain Lightning with the whole batch"
+        )
+        causes.append(f"each run of the step changes buffers ({shown})")
     return BatchDependence(reason="; ".join(reasons), cause=", and ".join(causes)) if reasons else None
 
 
@@ -118,6 +126,29 @@ def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]
     apart = weighted_mean([trial.loss(h, 1) for h in halves], weights)
     gap = float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12))
     return None if gap <= _TOLERANCE else (float(together), float(apart))
+
+
+def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
+    """Names of buffers that a step over samples together leaves otherwise than steps over their halves in turn."""
+    before = trial.buffers_after([])
+    if not before:
+        return []
+    together = trial.buffers_after([small])
+    if _differing(before, together):
+        return _differing(together, trial.buffers_after(halves))
+    return []
+
+
+def _differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in left.items() if name not in right or not _is_close(value, right[name])]
+
+
+def _is_close(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or not left.is_floating_point():
+        return torch.equal(left, right)
+    largest = float(left.abs().max().nan_to_num()) if left.numel() else 0.0
+    rounding = 16 * torch.finfo(left.dtype).eps  # of sums
+    return torch.allclose(left, right, rtol=rounding, atol=rounding * largest, equal_nan=True)
 
 
 def _cut_along_time(name: str, step_name: str, layer: str) -> BatchDependence:
@@ -162,6 +193,21 @@ class _Trial:
 
     def loss(self, batch: Any, seed: int) -> Tensor:
         return loss_of(self._run(self._copy(), batch, seed), self._step_name).double()
+
+    def buffers_after(self, batches: list[Any]) -> dict[str, Tensor]:
+        """The buffers after a step over each of these in turn.
+
+        They begin a little away from where they are, since what has settled there (a power iteration) would hardly move.
+        """
+        copy = self._copy()
+        for buffer in copy.buffers():
+            if buffer.is_floating_point() and buffer.is_contiguous():
+                push = torch.arange(buffer.numel(), dtype=buffer.dtype, device=buffer.device).cos().view_as(buffer)
+                with torch.no_grad():
+                    buffer.mul_(1 + push / 8)
+        for batch in batches:
+            self._run(copy, batch, 1)
+        return dict(copy.named_buffers())
 
     def lengths(self, batch: Any) -> _Lengths:
         """The time and the samples of what layers that know which is which are given first, by the names of the layers."""

@@ -43,6 +43,24 @@ class Noisy(Classifier):
         return self.layers(batch["x"] + torch.randn_like(batch["x"])).square().mean()
 
 
+class Scaled(nn.Module):
+    """Keeps something in a buffer: how often it ran, the mean or the sum of what it saw; or has one that stays."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.register_buffer("kept", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps == "count":
+            self.kept += 1
+        elif self.keeps == "mean":
+            self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
+        elif self.keeps == "sum":
+            self.kept += x.detach().sum(0)
+        return x * self.kept if self.keeps == "nothing" else x
+
+
 def batch() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {"x": torch.randn(8, 4), "y": torch.tensor([1, 2, 1, 0, 0, 0, 1, 0])}
@@ -59,10 +77,18 @@ def batch() -> dict[str, Tensor]:
         (TokenMean(), ["TokenMean", "microbatch_weight"]),
         (WeightedTokenMean(), None),
         (Noisy(), None),
+        (
+            Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
+            ["buffers", "layers.1.parametrizations"],
+        ),
+        (Classifier(Scaled("count")), ["buffers (layers.1.kept)", "once for each microbatch"]),
+        (Classifier(Scaled("mean")), ["buffers (layers.1.kept)"]),
+        (Classifier(Scaled("sum")), None),
+        (Classifier(Scaled("nothing")), None),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, LightningModule) else None,
 )
-def test_losses_that_depend_on_company_are_named(module: LightningModule, words: list[str] | None) -> None:
+def test_what_depends_on_company_is_named(module: LightningModule, words: list[str] | None) -> None:
     found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
     assert (found is None) == (words is None), found
     assert found is None or all(word in found.reason for word in words or [])
