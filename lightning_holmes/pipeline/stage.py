@@ -17,7 +17,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,14 @@ class _Gate:
         return (
             copy.deepcopy(self._forward, memo) if self._is_patched else types.MethodType(type(copied).forward, copied)
         )
+
+    def __reduce__(self) -> Any:
+        """In a file the layer has its own forward: ``torch.save(self.layers, path)`` in a hook, which sees the whole module."""
+        return (_itself, (self._forward,)) if self._is_patched else (getattr, (self._layer, "forward"))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 _Gate.__call__ = _disable(_Gate.__call__, recursive=False)  # type: ignore[method-assign]
@@ -246,6 +254,32 @@ class PipelineModule:
             else:
                 vars(layer).pop("forward", None)
         self._forwards.clear()
+
+    def standalone(self, value: Any, state: Mapping[str, Any]) -> Any:
+        """``value`` with a copy of each module in it that is, or has, a part of this one: as outside of a run, without gates.
+
+        Args:
+            state: has whole parameters by name, whose memory is shared. The others are this rank's, or NaN where it has none.
+        """
+        ours = {id(part) for part in self.module.modules()} - {id(self.module)}
+        memo: dict[int, Any] = {}
+
+        def copied(child: Any) -> Any:
+            if not isinstance(child, nn.Module):
+                return tree.map_children(lambda _, inner: copied(inner), child) if tree.is_container(child) else child
+            if ours.isdisjoint(id(part) for part in child.modules()):
+                return child
+            if not memo:
+                memo.update((id(p), _alone(p, state.get(name))) for name, p in self.parameters.items())
+            return copy.deepcopy(child, memo)
+
+        value = copied(value)
+        for layer, own, forward in self._forwards:
+            if id(layer) in memo:
+                vars(memo[id(layer)]).pop("forward", None)
+                if own:
+                    memo[id(layer)].forward = copy.deepcopy(forward, memo)
+        return value
 
     def _arrive(self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Passing | None:
         """Before a layer: what it hands on where it is not to be run here; None outside a step."""
@@ -426,6 +460,14 @@ class PipelineModule:
         if not last:
             raise UnsupportedModuleError(f"{run.step_name} ended without leaving stage {run.stage}")
         return output
+
+
+def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
+    """A parameter in memory of its own with ``value``, if that is all of it."""
+    if not isinstance(value, Tensor) or dtensor.is_dtensor(value) or value.shape != parameter.shape:
+        of_group = dtensor.is_dtensor(parameter)
+        value = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype) if of_group else parameter
+    return nn.Parameter(value.detach().contiguous(), requires_grad=parameter.requires_grad)
 
 
 def _first_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
+_STATES = ("state_dict", "optimizer_states", "loops", "lr_schedulers")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoints:
@@ -233,6 +235,9 @@ class RunCheckpoints:
                 num_microbatches=self._num_microbatches,
                 failed=failed,
             )
+        if run is not None and member.rank == 0:  # hyperparameters may be modules, which are parts of this one
+            pipeline, state = run.pipeline, checkpoint.get("state_dict", {})
+            checkpoint |= {k: pipeline.standalone(v, state) for k, v in checkpoint.items() if k not in _STATES}
         plan = "" if self.run is None or self.run.planned is None else self.run.plan.to_yaml()
         background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
