@@ -50,6 +50,7 @@ __all__ = [
     "registered_parameters",
     "set_local_tensor",
     "sharded_locally",
+    "sparse_parts",
     "storage_info",
     "tensor_version",
     "without_modes",
@@ -359,3 +360,8 @@ def without_torch_functions() -> AbstractContextManager[None]:
     """Inside: operations see tensors whose class has a ``__torch_function__`` as ordinary ones."""
     made: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return made
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a COO tensor as they are, also of one that is not coalesced, whose public accessors refuse."""
+    return tensor._indices(), tensor._values()

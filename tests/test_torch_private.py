@@ -340,3 +340,10 @@ def test_chosen_tensors_are_sharded_without_sending_and_nothing_is_written_on_th
         assert sent[0] and sent[1] and sent[2:] == [0, 0]
     finally:
         dist.destroy_process_group()
+
+
+def test_the_parts_of_a_sparse_tensor_are_as_they_were_given() -> None:
+    indices, values = torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0])
+    tensor = torch.sparse_coo_tensor(indices, values, (2,))
+    found = torch_private.sparse_parts(tensor)
+    assert torch.equal(found[0], indices) and torch.equal(found[1], values) and not tensor.is_coalesced()

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.errors import HolmesError, RemoteError, UnsupportedModuleError
+from lightning_holmes.torch_private import sparse_parts
 
 _HEAD = 8
 _REDUCTIONS = ("abs", "all", "any", "len", "max", "min", "round", "sum")
@@ -213,7 +214,7 @@ class _Writer:
             raise _refusal(cls, "it is quantized or nested")
         data = value.detach()
         if value.layout is torch.sparse_coo:
-            parts = [data._indices(), data._values(), list(data.shape), data.is_coalesced()]
+            parts = [*sparse_parts(data), list(data.shape), data.is_coalesced()]
             return "coo", [self.node(part) for part in parts]
         if value.layout is not torch.strided:
             rows = _COMPRESSED[value.layout]

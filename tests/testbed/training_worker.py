@@ -68,12 +68,14 @@ def settled_counters() -> dict[str, int]:
 
 
 def listen_and_tell(ports: list[int]) -> None:
-    """From now on, note the port of each listener that is opened in Python, as all of the package's are."""
+    """From now on, note the port of each listener that is opened in Python, as all of the package's are; but for the store's,
+    whose port the launcher names."""
     listen = socket.socket.listen
 
     def noting(self: socket.socket, *backlog: int) -> None:
         listen(self, *backlog)
-        if self.family in (socket.AF_INET, socket.AF_INET6):
+        store = int(os.environ.get("MASTER_PORT", 0))
+        if self.family in (socket.AF_INET, socket.AF_INET6) and self.getsockname()[1] != store:
             ports.append(self.getsockname()[1])
 
     socket.socket.listen = noting  # type: ignore[method-assign]

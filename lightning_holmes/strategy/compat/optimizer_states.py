@@ -6,7 +6,7 @@
 The optimizer's own methods go on reading and writing them, but for ``state_dict``.
 """
 
-import sys
+import inspect
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -29,7 +29,8 @@ class HiddenState(MutableMapping[Any, Any]):
 
     def _shown(self) -> Any:
         """The states, to a method of the optimizer."""
-        frame: Any = sys._getframe(2)
+        here: Any = inspect.currentframe()
+        frame = here.f_back.f_back
         if frame.f_locals.get("self") is not self._optimizer or frame.f_code.co_name == "state_dict":
             self._refuse()
         return self.own
