@@ -24,19 +24,20 @@ help: ## print this list
 
 install: $(STAMP) ## create .venv and install the package with everything the other targets need
 
+# $(1): the environment, $(2): the versions
+define install_into
+@$(MAKE) --no-print-directory --silent python
+@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
+$(1)/bin/pip install --disable-pip-version-check --quiet -c $(2) \
+	-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
+@touch $@
+endef
+
 $(STAMP): pyproject.toml constraints.txt
-	@$(MAKE) --no-print-directory --silent python
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt \
-		-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
-	@touch $@
+	$(call install_into,$(VENV),constraints.txt)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
-	@$(MAKE) --no-print-directory --silent python
-	@test -x $(OLDEST)/bin/pip || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --disable-pip-version-check --quiet -c constraints-oldest.txt \
-		-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
-	@touch $@
+	$(call install_into,$(OLDEST),constraints-oldest.txt)
 
 python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed. Install Python 3.11 or newer (Debian, Ubuntu: apt-get install python3 python3-venv), or name one: make install PYTHON=python3.12"; exit 1; }

@@ -132,7 +132,7 @@ def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None
     """(number of the step of middle length, how many were noted, that step on every rank)."""
     seconds = {number: step.seconds for number, step in mine.items()}
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    everyone: list[Any] = all_gather_values(seconds) if several else [seconds]
+    everyone: list[Any] = all_gather_values(seconds)
     common = sorted(set(everyone[0]).intersection(*everyone[1:]))
     if len(common) > 2 * _WARM_UP:
         common = common[_WARM_UP:]

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
-from lightning_holmes.errors import RemoteError, UnevenDataError
+from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
 
 _KEY = "failure"
 _FIRST_KEY = "first"
@@ -253,6 +254,5 @@ class FailureWatch:
 
 def _in_thread(act: Callable[[], None], *, timeout_s: float) -> None:
     """Call ``act``, and wait no longer than this: where the way to the store is cut, a request to it does not come back."""
-    thread = threading.Thread(target=act, name="holmes-failure-report", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    with contextlib.suppress(ConnectionLostError):
+        answer_within(act, timeout_s=timeout_s)

@@ -13,7 +13,9 @@ from lightning_holmes.comm.wire import decode, encode
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of ``group`` (None: all) gives, by its place there. All of them must call."""
+    """What each rank of ``group`` (None: all) gives, by its place there; of a process alone its own. All of them must call."""
+    if _is_alone(group):
+        return [value]
     device = _device(group)
     data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
@@ -27,7 +29,9 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_value(value: Any, source: int = 0) -> Any:
-    """What global rank ``source`` gives, which keeps its own. All ranks must call."""
+    """What global rank ``source`` gives, which keeps its own, as a process alone does. All ranks must call."""
+    if _is_alone(None):
+        return value
     device, gives = _device(None), dist.get_rank() == source
     data = torch.frombuffer(bytearray(encode(value) if gives else b"\0"), dtype=torch.uint8)
     size = torch.tensor([len(data)], device=device)
@@ -35,6 +39,10 @@ def broadcast_value(value: Any, source: int = 0) -> Any:
     data = data.to(device) if gives else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, source)
     return value if gives else decode(data.cpu().numpy().data)
+
+
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -74,7 +74,7 @@ def find_batch_dependence(
             moved = _moved_buffers(trial, small, halves)
     reasons, causes = [], []
     if norms:
-        shown = ", ".join(norms[:3]) + (f" and {len(norms) - 3} more" if len(norms) > 3 else "")
+        shown = _some(norms)
         reasons.append(
             f"{name} has batch normalisation ({shown}): its statistics run over a microbatch, so results equal those of "
             f"plain Lightning with the microbatch as batch, not with the whole batch; GroupNorm and LayerNorm are exact"
@@ -90,13 +90,18 @@ def find_batch_dependence(
         )
         causes.append("the loss depends on which samples are in it")
     if moved:
-        shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+        shown = _some(moved)
         reasons.append(
             f"{step_name} of {name} changes buffers ({shown}) each time it runs, which is once for each microbatch: with several of "
             f"them they, and what is computed from them, are other than those of plain Lightning with the whole batch"
         )
         causes.append(f"each run of the step changes buffers ({shown})")
     return BatchDependence(reason="; ".join(reasons), cause=", and ".join(causes)) if reasons else None
+
+
+def _some(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tuple[Any, list[Any], list[float]] | None:

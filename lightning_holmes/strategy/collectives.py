@@ -27,8 +27,6 @@ def barrier(device: torch.device) -> None:
 
 def broadcast(value: T, src: int = 0) -> T:
     """What global rank ``src`` gives."""
-    if not distributed_is_initialized():
-        return value
     found: T = broadcast_value(value, src)
     return found
 

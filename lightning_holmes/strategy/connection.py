@@ -137,14 +137,10 @@ class Connection:
 
     def all_gather(self, value: Any) -> list[Any]:
         """What each rank gives; all must call."""
-        if self.world_size == 1:
-            return [value]
         return all_gather_values(value)
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 gives; all must call."""
-        if self.world_size == 1:
-            return value
         return broadcast_value(value)
 
     def ask_rank_0(self, find: Callable[[], Any]) -> Any:

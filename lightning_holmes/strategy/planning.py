@@ -129,7 +129,6 @@ def learn_steps(
             known=known,
             pipeline_parallel_size=job.placement.pipeline_parallel_size,
             traces=traces,
-            world_size=connection.world_size,
             device=connection.device,
             splitter=context.splitter,
             context=functools.partial(step_context, trainer),

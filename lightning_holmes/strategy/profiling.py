@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.comm.objects import all_gather_values
+from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
@@ -69,8 +69,10 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         return f"a step changes {structure.changed_parameters[0]} in place"
     key = costs_key(request, structure) if request.rank == 0 else ""
     known = load_costs(key, request.layout.topology) if request.rank == 0 and request.profile != "measure" else None
-    if _found_on_rank_0(request, known is not None):
+    if broadcast_value(known is not None):
         return known
+    if request.world_size > 1:
+        dist.barrier()  # so that all measure at the same time
     found = _measure(request, structure)
     if isinstance(found, Costs) and request.rank == 0:
         save_costs(key, found, request.layout.topology)
@@ -87,7 +89,7 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
         if isinstance(measured, Costs):
             return measured
         how += f" ({measured}, when it was to be timed)"
-    speeds: list[DeviceSpeed] = _everyone(request, speed)
+    speeds: list[DeviceSpeed] = all_gather_values(speed)
     if request.rank != 0:
         return None
     found = _profiled(request, structure, samples=(2,), mode="fake", operator_s=max(s.operator_s for s in speeds))
@@ -101,17 +103,6 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
         byte_s=carried_byte_s(max(s.operator_s for s in speeds)),
         own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
-
-
-def _found_on_rank_0(request: PlanRequest, found: bool) -> bool:
-    """Whether rank 0 has found something; ranks that will measure begin together."""
-    if request.world_size == 1:
-        return found
-    answer = torch.tensor([found], dtype=torch.uint8, device=request.device)
-    dist.broadcast(answer, 0)
-    if not answer.item():
-        dist.barrier()
-    return bool(answer.item())
 
 
 def _may_be_timed(request: PlanRequest) -> bool:
@@ -128,7 +119,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
     found = [] if isinstance(timed, str) else [alike_layers(cost) for cost in timed]
     update = time_update(request.device)
     mine = (problem, None if problem else found[-1].forward + found[-1].backward, speed, update)
-    everyone: list[Any] = _everyone(request, mine)
+    everyone: list[Any] = all_gather_values(mine)
     problems = [entry[0] for entry in everyone if entry[0] is not None]
     if problems:
         return str(problems[0])
@@ -253,12 +244,6 @@ def time_update(device: torch.device) -> float:
         return parameter
 
     return 1 / rate(device, 0.1, 1, step) / (parameter.numel() * parameter.element_size())
-
-
-def _everyone(request: PlanRequest, mine: Any) -> list[Any]:
-    if request.world_size == 1:
-        return [mine]
-    return all_gather_values(mine)
 
 
 def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:

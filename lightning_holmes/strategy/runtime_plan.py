@@ -124,8 +124,7 @@ def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> Pipeline
             answer = [choose()]
         except HolmesError as refusal:
             answer = [refusal]
-    if request.world_size > 1:
-        answer = broadcast_value(answer)
+    answer = broadcast_value(answer)
     if isinstance(answer[0], HolmesError):
         raise answer[0]
     choice: PipelinePlan = answer[0]

@@ -60,7 +60,6 @@ def trace_module(
     known: TraceResult,
     pipeline_parallel_size: int,
     traces: bool,
-    world_size: int,
     device: torch.device,
     splitter: BatchSplitter,
     context: Callable[[str], Any],
@@ -81,9 +80,7 @@ def trace_module(
                 answer = [_trace(module, samples, options, known, pipeline_parallel_size, splitter, context)]
         except HolmesError as refusal:
             answer = [refusal]
-    if world_size > 1:
-        answer = broadcast_value(answer)
-    (result,) = answer
+    (result,) = broadcast_value(answer)
     if isinstance(result, HolmesError):
         raise result
     assert isinstance(result, TraceResult)

@@ -376,8 +376,7 @@ class Tripwires(Replacements):
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
         """Let the parts that any rank wants be whole on all, and those of the round before go."""
-        alone, group = self._job.connection.world_size == 1, self._job.groups.everyone_on_host
-        everyone = [wishes] if alone else all_gather_values(sorted(wishes), group)
+        everyone = all_gather_values(sorted(wishes), self._job.groups.everyone_on_host)
         wanted: set[Wish] = set().union(*everyone)
         if not wanted:
             return wanted

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from covering import selected
 from lightning.pytorch import Trainer
+from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Tied
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -81,21 +82,11 @@ def build(optimizer: str = "adamw") -> Model:
     return Model(optimizer)
 
 
-class Data(pl.LightningDataModule):
-    """28 texts in batches of 8, so that the last one is ragged; a worker takes every n-th of them."""
-
-    def loader(self, seed: int, number: int) -> DataLoader:
-        strategy = self.trainer.strategy  # type: ignore[union-attr]
-        sharing = strategy.distributed_sampler_kwargs if isinstance(strategy, HolmesStrategy) else {}
-        replicas, rank = sharing.get("num_replicas", 1), sharing.get("rank", 0)
-        texts = torch.randint(0, 11, (number, 6), generator=torch.Generator().manual_seed(seed))
-        return DataLoader(texts[rank::replicas], batch_size=8 // replicas)
+class Data(WholeBatches):
+    """28 texts in batches of 8, so that the last one is ragged."""
 
     def train_dataloader(self) -> DataLoader:
         return self.loader(1, 28)
-
-    def val_dataloader(self) -> DataLoader:
-        return self.loader(2, 16)
 
 
 def make_trainer(folder: Path, epochs: int = 1, strategy: HolmesStrategy | None = None, **options: Any) -> Trainer:

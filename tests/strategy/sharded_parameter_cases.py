@@ -118,21 +118,21 @@ def build(optimizer: str = "adamw") -> Tied:
 class Data(pl.LightningDataModule):
     """Texts in order; a replica takes every n-th of them."""
 
-    def loader(self, seed: int, batches: int) -> DataLoader:
+    def loader(self, seed: int, number: int) -> DataLoader:
         strategy = self.trainer.strategy  # type: ignore[union-attr]
         sharing = strategy.distributed_sampler_kwargs if isinstance(strategy, HolmesStrategy) else {}
-        number, rank = sharing.get("num_replicas", 1), sharing.get("rank", 0)
-        texts = torch.randint(0, 11, (BATCH * batches, 6), generator=torch.Generator().manual_seed(seed))
-        return DataLoader(texts[rank::number], batch_size=BATCH // number)
+        replicas, rank = sharing.get("num_replicas", 1), sharing.get("rank", 0)
+        texts = torch.randint(0, 11, (number, 6), generator=torch.Generator().manual_seed(seed))
+        return DataLoader(texts[rank::replicas], batch_size=BATCH // replicas)
 
     def train_dataloader(self) -> DataLoader:
-        return self.loader(1, STEPS)
+        return self.loader(1, BATCH * STEPS)
 
     def val_dataloader(self) -> DataLoader:
-        return self.loader(2, 2)
+        return self.loader(2, BATCH * 2)
 
     def predict_dataloader(self) -> DataLoader:
-        return self.loader(3, 1)
+        return self.loader(3, BATCH)
 
 
 def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:

@@ -71,7 +71,6 @@ def lesson_of(module: LightningModule, pipeline_parallel_size: int = 2, **asked:
         known=TraceResult(),
         pipeline_parallel_size=pipeline_parallel_size,
         traces=True,
-        world_size=1,
         device=torch.device("cpu"),
         splitter=BatchSplitter(),
         context=lambda step_name: nullcontext(),
