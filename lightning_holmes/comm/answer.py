@@ -56,14 +56,24 @@ def connect_again(store: Any, *, timeout_s: float) -> Any:
         return store
 
     def connect() -> Any:
-        try:
-            socket.create_connection(end).close()
-        except ConnectionRefusedError:
+        if is_gone(store):
             raise ConnectionLostError(
                 f"the job's store at {end[0]}:{end[1]} is gone: the process that keeps it has ended"
-            ) from None
-        except OSError:  # the way to it may come back
-            pass
+            )
         return store.clone()
 
     return answer_within(connect, timeout_s=timeout_s)
+
+
+def is_gone(store: Any) -> bool:
+    """Whether the process that keeps ``store`` has ended; asked without its client, which prints a stack then. May hang where
+    the way there is cut."""
+    end = end_of(store)
+    try:
+        if end is not None:
+            socket.create_connection(end).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # the way to it may come back
+        pass
+    return False

@@ -19,12 +19,13 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from lightning_holmes.comm.answer import answer_within
+from lightning_holmes.comm.answer import answer_within, is_gone
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
 
 GLOO = "holmes_gloo"
-_ANSWER = timedelta(seconds=5)
+_ANSWER_S = 5.0
+_PAUSE_S = 0.2
 _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
 
 
@@ -105,20 +106,21 @@ def _what_all_say(options: Any, ends: str, message: str) -> str:
     if listening:
         mine += f" (it listens on {', '.join(listening)})"
     said = {options.group_rank: mine}
-    store, size, deadline = options.store, options.group_size, time.monotonic() + _ANSWER.total_seconds()
+    store, asked = options.store, set(range(options.group_size))
 
     def ask() -> None:
-        store.set(f"unreachable/{options.group_rank}", mine)
-        for rank in range(size):
-            left = timedelta(seconds=max(0.05, deadline - time.monotonic()))
-            with contextlib.suppress(
-                Exception
-            ):  # a rank that got through says nothing; the stores raise what they like
-                store.wait([f"unreachable/{rank}"], left)
-                said[rank] = store.get(f"unreachable/{rank}").decode()
+        time.sleep(_PAUSE_S)  # a process that ends loses one connection after the other, and the store may be of it
+        if not is_gone(store):
+            store.set(f"unreachable/{options.group_rank}", mine)
+        deadline = time.monotonic() + _ANSWER_S
+        while asked > said.keys() and time.monotonic() < deadline and not is_gone(store):
+            for rank in asked - said.keys():
+                if store.check([f"unreachable/{rank}"]):  # a rank that got through says nothing
+                    said[rank] = store.get(f"unreachable/{rank}").decode()
+            time.sleep(_PAUSE_S)
 
-    with contextlib.suppress(Exception):
-        answer_within(ask, timeout_s=2 * _ANSWER.total_seconds())
+    with contextlib.suppress(Exception):  # the stores raise what they like
+        answer_within(ask, timeout_s=2 * _ANSWER_S)
     return "; ".join(f"(member {rank}) {text}" for rank, text in sorted(said.items()))
 
 
