@@ -23,6 +23,9 @@ from lightning_holmes.plan.placement import Placement, cluster_levels
 from lightning_holmes.plan.schedule import ranks_of_stages
 from lightning_holmes.torch_private import nccl_options
 
+_single: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None
+"""WORLD, and this rank's group of its own in it."""
+
 
 class GroupBuilder:
     """Makes groups of ranks and uses each once.
@@ -90,10 +93,14 @@ class GroupBuilder:
                 f"hosts, open the ports and give port_range; `lightning-holmes topology` under torchrun tries every connection"
             ) from error
 
-    def build_single(self, rank: int, name: str) -> dist.ProcessGroup | None:
-        """A group of one rank, which a DeviceMesh wants for an axis of one; None on other ranks. Stays (see `keep`)."""
-        created = self._create((rank,), name, on_host=False)
-        return created if self.rank == rank else None
+    def build_single(self) -> dist.ProcessGroup:
+        """The group of this rank alone, which a DeviceMesh wants for an axis of one. Stays (see `keep`), one for each WORLD."""
+        global _single
+        if _single is None or _single[0] is not dist.group.WORLD:
+            ranks = range(dist.get_world_size())
+            made = [self._create((rank,), f"holmes_single_{rank}", on_host=False) for rank in ranks]
+            _single = dist.group.WORLD, made[self.rank]
+        return _single[1]
 
     def describe(self, group: dist.ProcessGroup | None) -> str:
         """A group for messages: its name, what it runs on, and its members with their hosts and cards."""

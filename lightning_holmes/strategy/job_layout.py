@@ -177,18 +177,11 @@ def build_device_mesh(layout: JobLayout, device_type: str) -> DeviceMesh:
 
     Its groups are those of the layout; an axis of one rank gets a group of one.
     """
-    builder, groups = layout.groups.builder, layout.groups
-    alone = None
-    given = (groups.pipeline, groups.data_parallel, groups.tensor_parallel)
-    if None in given:
-        for rank in range(layout.placement.world_size):
-            made = builder.build_single(rank, f"holmes_single_{rank}")
-            alone = made or alone
-    axes = [group or alone for group in given]
-    placement = layout.placement
+    groups, placement = layout.groups, layout.placement
+    axes = (groups.pipeline, groups.data_parallel, groups.tensor_parallel)
     shape = (placement.pipeline_parallel_size, placement.data_parallel_size, placement.tensor_parallel_size)
     return DeviceMesh.from_group(
-        [axis for axis in axes if axis is not None],
+        [group or groups.builder.build_single() for group in axes],
         device_type,
         mesh=torch.tensor(placement.grid).view(shape),
         mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"),
