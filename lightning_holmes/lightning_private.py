@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torchmetrics import Metric
 
 # processes and collectives
@@ -125,6 +126,25 @@ def restore_loaders(loop: Any) -> None:
         _set_sampler_epoch(each, loop.epoch_progress.current.processed)
     loop._load_combined_loader_states()
     iter(loop._data_fetcher)
+
+
+def data_fetcher(loop: Any) -> Any:
+    """What a fit loop takes its batches from: an iterator, which ``iter`` begins anew."""
+    return loop._data_fetcher
+
+
+def loaders_of(loop: Any) -> list[Any]:
+    """The training loaders of a fit loop, one after the other."""
+    return list(loop._combined_loader.flattened)
+
+
+def is_searching(trainer: "pl.Trainer") -> bool:
+    """Whether the trainer is trying learning rates at this moment, in the midst of a fit, and takes all back afterwards."""
+    return any(type(callback) is _LRCallback for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+BEFORE_FIT = "run-stage"
+"""The name of the strategy's barrier after everything is restored, and before the loops of a Trainer call run."""
 
 
 def wrapped_sampler(sampler: Any) -> Any:

@@ -45,12 +45,12 @@ ALLOWED: dict[str, set[str]] = {
 STRATEGY: tuple[set[str], ...] = (
     {"admission", "agreement", "building", "collectives", "compat", "gradients", "optimizer_nodes", "resting"}
     | {"resuming"}
-    | {"pytorch_lightning", "samples", "sharding", "split_trial", "tracing", "user_hooks"},
+    | {"pytorch_lightning", "samples", "sharding", "snapshots", "split_trial", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
     {"plan_request", "kept_costs", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
-    {"checkpointing"},
+    {"checkpointing", "starting_again"},
     {"strategy", ""},
 )
 # Lightning and torchmetrics import torch themselves.

@@ -22,8 +22,9 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -239,6 +240,45 @@ def test_a_training_step_is_given_what_it_takes(tmp_path: Path) -> None:
     for module in (Takes(), TakesBatch()):
         trainer_for(tmp_path, limit_train_batches=2, max_epochs=1).fit(module)
     assert given == [(0,), (1,), (), ()]
+
+
+def test_a_pass_over_the_training_loaders_begins_anew_with_iter(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    loader = DataLoader(RandomDataset(32, 4))
+
+    class Looks(BoringModel):
+        def on_train_start(self) -> None:
+            fetcher = private.data_fetcher(self.trainer.fit_loop)
+            seen.append([len(list(iter(fetcher))) for _ in range(2)])
+            seen.append(private.loaders_of(self.trainer.fit_loop))
+            iter(fetcher)
+
+    trainer_for(tmp_path, limit_train_batches=4).fit(Looks(), loader)
+    assert seen == [[4, 4], [loader]]
+
+
+def test_a_search_for_learning_rates_is_known_and_the_barrier_before_a_fit_is_named(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(BoringModel):
+        lr = 0.1
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            seen.append(private.is_searching(self.trainer))
+
+    names: list[str | None] = []
+
+    class Strategy(SingleDeviceStrategy):
+        def barrier(self, name: str | None = None) -> None:
+            names.append(name)
+
+    tuned = trainer_for(tmp_path)
+    Tuner(tuned).lr_find(Looks(), num_training=2)
+    assert seen and all(seen)
+    seen.clear()
+    trainer_for(tmp_path, strategy=Strategy()).fit(Looks())
+    assert seen and not any(seen)
+    assert names.count(private.BEFORE_FIT) == 1 and names.index(private.BEFORE_FIT) > 0
 
 
 def test_stateful_loaders_are_given_the_states_of_a_checkpoint(tmp_path: Path) -> None:

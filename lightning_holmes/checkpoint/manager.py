@@ -119,7 +119,7 @@ class CheckpointManager:
             self._last.forget(TOPICS)
         target = _local(name)
         systems = self._systems(job, target.parent, job.all_gather)
-        save = self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
+        save = self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
         finish, self.finish_reading = self.finish_reading, lambda: None
@@ -150,9 +150,9 @@ class CheckpointManager:
         token = f"failure-{checkpoint['global_step']}"
         meeting = Meeting(_client(job, _TOGETHER), job.rank, job.size, f"{token}-{target}", _TOGETHER)
         systems = self._systems(job, target.parent, meeting.all_gather)  # process groups may not answer any more
-        self._folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
+        self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
 
-    def _folder_save(
+    def folder_save(
         self,
         job: Job,
         checkpoint: dict[str, Any],

@@ -36,7 +36,8 @@ class FolderSave:
 
     ``rest`` is the file with everything that is no part, ``order`` the names of the whole ``state_dict``; both count
     on rank 0. ``num_optimizers`` is None where optimizer states are not saved. ``finish`` is called when this rank has read its
-    values: others may still need it for theirs.
+    values: others may still need it for theirs. ``prepare`` is called first; ``copy`` with the folder and this rank's file once that is
+    written, or the file is not there: it brings files of ranks elsewhere to this file system, and this one's there.
     """
 
     target: Path
@@ -48,6 +49,8 @@ class FolderSave:
     rest: bytes
     plan: str
     finish: Callable[[], None] = lambda: None
+    prepare: Callable[[], None] = lambda: None
+    copy: Callable[[Path, Path], None] = lambda folder, file: None
 
     def run(self, meeting: Meeting) -> None:
         """Write; every rank must call.
@@ -65,9 +68,10 @@ class FolderSave:
     def _run(self, meeting: Meeting, temporary: Path) -> None:
         systems, rank = self.file_systems, meeting.rank
         message: dict[str, Any]
+        path = temporary / part_file(rank)
         try:
+            self.prepare()
             temporary.mkdir(parents=True, exist_ok=True)
-            path = temporary / part_file(rank)
             entries = write_part(path, self.values)
             message = {
                 "entries": [[name, asdict(entry)] for name, entry in entries.items()],
@@ -75,8 +79,13 @@ class FolderSave:
                 "host": socket.gethostname(),
             }
         except Exception as error:
+            atomic.delete(path)
             message = {"error": not_written(meeting.rank, self.target, error)}
         self.finish()
+        try:
+            self.copy(temporary, path)
+        except Exception as error:
+            message = {"error": message.get("error") or not_written(meeting.rank, self.target, error)}
         gathered = [json.loads(m) for m in meeting.gather("parts", json.dumps(message).encode())]
         announcement: dict[str, Any] = {"error": next((m["error"] for m in gathered if "error" in m), "")}
         if rank == 0 and not announcement["error"]:

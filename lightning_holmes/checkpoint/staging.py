@@ -8,6 +8,7 @@ import copy
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,13 @@ class Writer:
         self._failure: BaseException | None = None
         self._later: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self.last_s = 0.0
+        """How long the last write in a thread took."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written at this moment."""
+        return self._thread is not None and self._thread.is_alive()
 
     def run(self, write: Callable[[], None], *, background: bool) -> None:
         """Wait for the write before, and start this one. Raises what went wrong with the one before."""
@@ -101,11 +109,14 @@ class Writer:
         if sys.platform == "linux":  # elsewhere it would be the whole process's
             with contextlib.suppress(OSError):  # training, and other ranks that still copy, go first
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        begin = time.monotonic()
         try:
             write()
         except BaseException as error:
             self._failure = error
             return
+        finally:
+            self.last_s = time.monotonic() - begin
         while True:
             with self._lock:
                 if not self._later:

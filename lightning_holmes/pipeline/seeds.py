@@ -7,6 +7,7 @@ replicas, place), so the same dropout masks appear whichever rank of whichever r
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,31 @@ def seed_all(seed: int, device: torch.device) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     seed_torch(seed, device)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, of the host and of ``device``, as plain data and tensors."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "python": (version, torch.tensor(numbers), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Let all generators go on from what :func:`random_states` gave."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 @contextmanager

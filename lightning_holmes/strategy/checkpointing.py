@@ -10,7 +10,6 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,21 +58,8 @@ class RunCheckpoints:
     io: CheckpointIO
 
     @property
-    def _membership(self) -> checkpoints.Job:
-        connection, groups, placement = self.job.connection, self.job.groups, self.job.placement
-        return checkpoints.Job(
-            rank=connection.rank,
-            size=connection.world_size,
-            replica=groups.data_parallel_rank,
-            num_replicas=placement.data_parallel_size,
-            timeout=connection.options.timeout or timedelta(days=1),
-            tensor_rank=groups.tensor_parallel_rank,
-            tensor_size=placement.tensor_parallel_size,
-        )
-
-    @property
     def _writes_folders(self) -> bool:
-        return self.manager.writes_folders(self._membership, self.io)
+        return self.manager.writes_folders(self.job.membership, self.io)
 
     @property
     def _open_run(self) -> Run | None:
@@ -218,7 +204,7 @@ class RunCheckpoints:
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Save what Lightning has collected. With ``async_checkpoint``, returns once it is copied."""
-        failed, member = self._has_failed_beside_others, self._membership
+        failed, member = self._has_failed_beside_others, self.job.membership
         is_sharded = self.fit is not None and self.fit.shards is not None
         if failed and (not self._writes_folders or is_sharded):
             warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
@@ -268,7 +254,7 @@ class RunCheckpoints:
     def remove(self, path: Any) -> None:
         """Remove a checkpoint."""
         if self.is_ours(path):
-            self.manager.remove(self._membership, path)
+            self.manager.remove(self.job.membership, path)
         elif self.job.connection.rank == 0:
             self.io.remove_checkpoint(path)
 
@@ -283,7 +269,7 @@ class RunCheckpoints:
         if not self.is_ours(path) and not finding.is_folder(path):
             torch.cuda.empty_cache()
             return self.io.load_checkpoint(path, weights_only=weights_only)
-        member = self._membership
+        member = self.job.membership
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)
         if self.module.trainer.state.fn == TrainerFn.FITTING:

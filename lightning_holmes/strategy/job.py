@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import weakref
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_holmes import checkpoint
 from lightning_holmes.comm.mesh import release
 from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.connection import Connection
@@ -81,6 +83,20 @@ class Job:
         With nodes numbered at random it can stand anywhere.
         """
         return self.placement.coordinate(0)
+
+    @property
+    def membership(self) -> checkpoint.Job:
+        """Who this rank is where checkpoints are concerned."""
+        connection, groups, placement = self.connection, self.groups, self.placement
+        return checkpoint.Job(
+            rank=connection.rank,
+            size=connection.world_size,
+            replica=groups.data_parallel_rank,
+            num_replicas=placement.data_parallel_size,
+            timeout=connection.options.timeout or timedelta(days=1),
+            tensor_rank=groups.tensor_parallel_rank,
+            tensor_size=placement.tensor_parallel_size,
+        )
 
     def explaining(self, group: Any = None) -> AbstractContextManager[None]:
         """Replace a broken connection by its cause, or name ``group`` (None: all ranks), which is the one used inside where

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.lightning_private import (
@@ -30,6 +31,8 @@ class HolmesLauncher(SubprocessLauncher):
 
     Args:
         agree: what its argument returns on rank 0, or raises there, on every rank; all ranks call.
+        find_snapshot: begins a fit's snapshots, and gives the path of one from which the job, started again, goes on, else the
+            checkpoint that it was given, or None; all ranks call.
     """
 
     def __init__(
@@ -38,9 +41,11 @@ class HolmesLauncher(SubprocessLauncher):
         num_processes: int,
         num_nodes: int,
         agree: Callable[[Callable[[], Any]], Any],
+        find_snapshot: Callable[["pl.Trainer", Callable[[Any], Any], Any], Any] | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._agree = agree
+        self._find_snapshot = find_snapshot
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -65,9 +70,14 @@ class HolmesLauncher(SubprocessLauncher):
 
         @functools.wraps(find)
         def find_everywhere(state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-            if ckpt_path in ("last", "hpc") or (ckpt_path is None and SLURMEnvironment.detect()):
-                return self._agree(lambda: find(state_fn, ckpt_path, *args, **kwargs))
-            return find(state_fn, ckpt_path, *args, **kwargs)
+            def find_checkpoint(path: Any) -> Any:
+                if path in ("last", "hpc") or (path is None and SLURMEnvironment.detect()):
+                    return self._agree(lambda: find(state_fn, path, *args, **kwargs))
+                return find(state_fn, path, *args, **kwargs)
+
+            if state_fn == TrainerFn.FITTING and self._find_snapshot is not None:
+                return self._find_snapshot(trainer, find_checkpoint, ckpt_path)
+            return find_checkpoint(ckpt_path)
 
         changes.replace(connector, **{FIND_CHECKPOINT: find_everywhere})
         for callback in trainer.checkpoint_callbacks:

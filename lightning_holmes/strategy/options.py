@@ -62,6 +62,8 @@ class Options:
     broadcast_batch: bool
     save_distributed_checkpoint: bool | Literal["auto"]
     async_checkpoint: bool
+    snapshot_every_n_steps: int | Literal["auto"] | None
+    snapshot_folder: str | None
     gradient_sync: str
     bucket_bytes: int | Literal["auto"]
     grad_dtype: str | None
@@ -108,6 +110,19 @@ class Options:
             raise ConfigurationError(
                 f"timeout={self.timeout!r}: write how long ranks wait for each other, say timedelta(minutes=30), or None"
             )
+        every = self.snapshot_every_n_steps
+        if every not in (None, "auto") and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigurationError(
+                f'snapshot_every_n_steps={every!r}: write after how many steps, "auto", or None for no snapshots'
+            )
+        if self.snapshot_folder is not None:
+            _check_text(
+                "snapshot_folder", _path(self.snapshot_folder), "the path of a folder, or None for the memory's"
+            )
+            if every is None:
+                raise ConfigurationError(
+                    f'snapshot_folder={self.snapshot_folder!r} without snapshots: add snapshot_every_n_steps="auto", or leave it out'
+                )
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options

@@ -31,6 +31,7 @@ from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.runtime_plan import decide
 from lightning_holmes.strategy.samples import StepSample
+from lightning_holmes.strategy.snapshots import Snapshots
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
 
 
@@ -44,6 +45,7 @@ class RunContext:
         splitter: of batches; it learns from those of all runs.
         former: the plan of the run before, whose layout is kept where it fits.
         resting: where a module lives in shards between runs.
+        snapshots: of a fit that takes some.
         undo: takes back, last change first, what a run changes, also where its set-up fails half-way.
     """
 
@@ -55,6 +57,7 @@ class RunContext:
     former: RuntimePlan | None
     resting: RestingShards
     undo: Replacements
+    snapshots: Snapshots | None = None
 
 
 def plan_run(

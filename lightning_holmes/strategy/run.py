@@ -335,12 +335,14 @@ class Run:
         read = hooks_that_read_state(self.module, callbacks)
         self._state_each_batch = read.union(*job.connection.all_gather(read))  # a callback may be on one rank only
         if job.connection.world_size > 1:
-            self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch))
+            self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch, self.context.snapshots))
             host, watch = job.groups.everyone_on_host, job.connection.watch
             self._lockstep = undo.enter_context(
-                Lockstep(trainer, self._signals, host, job.explaining, self.noting_wait, watch)
+                Lockstep(trainer, self._signals, host, job.explaining, self.noting_wait, watch, self.context.snapshots)
             )
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
+        if self.context.snapshots is not None:
+            undo.enter_context(self.context.snapshots.attached())
         monitor = self.options.make_monitor()
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
         monitors = [] if monitor is None or monitored else [monitor]

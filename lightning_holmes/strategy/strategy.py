@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -35,7 +35,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
-from lightning_holmes.lightning_private import reset_optimizers, set_device_mesh
+from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.pipeline.whole_steps import describe_collective
@@ -61,6 +61,8 @@ from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
+from lightning_holmes.strategy.snapshots import Snapshots
+from lightning_holmes.strategy.starting_again import begin_snapshots
 
 _OF_RUNS = (
     "_connection",
@@ -73,6 +75,7 @@ _OF_RUNS = (
     "_resumption",
     "_resting",
     "_manager",
+    "_snapshots",
 )
 
 
@@ -111,6 +114,10 @@ class HolmesStrategy(ParallelStrategy):
         save_distributed_checkpoint: write each checkpoint as a folder, every rank its part; False: as one file that
             plain Lightning reads. "auto" is True for more than one process. Either is read in any layout.
         async_checkpoint: copy the state, and write it while training goes on.
+        snapshot_every_n_steps: keep each rank's state in the memory of its host and of another one, after the first step and then after so
+            many; "auto": so that it takes a hundredth of the time. A job that is started again goes on from the newest one that the
+            hosts which are left hold together (see docs/faults.md). None: no snapshots.
+        snapshot_folder: where snapshots are kept in place of /dev/shm, the same path on every host.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
             "auto" measures which is the fastest for each group (see docs/gradient-sync.md).
         bucket_bytes: of gradients that are summed together while the backward goes on; "auto" measures the link.
@@ -159,6 +166,8 @@ class HolmesStrategy(ParallelStrategy):
         broadcast_batch: bool = False,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_checkpoint: bool = False,
+        snapshot_every_n_steps: int | Literal["auto"] | None = None,
+        snapshot_folder: str | None = None,
         gradient_sync: str = "auto",
         bucket_bytes: int | Literal["auto"] = "auto",
         grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
@@ -188,6 +197,7 @@ class HolmesStrategy(ParallelStrategy):
         self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
         self._run: Run | None = None
         self._fit: Fit | None = None
+        self._snapshots: Snapshots | None = None  # of the present fit
         self._undo = Replacements()  # of what a run changes, while it lasts
         self._splitter = BatchSplitter()
         self._resumption = Resumption()
@@ -318,7 +328,11 @@ class HolmesStrategy(ParallelStrategy):
         refuse_trainer(self.accelerator)
         assert self.cluster_environment is not None
         self._launcher = HolmesLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._agree_on_checkpoint
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            self._agree_on_checkpoint,
+            None if self._options.snapshot_every_n_steps is None else self._find_snapshot,
         )
 
     def set_world_ranks(self) -> None:
@@ -365,6 +379,14 @@ class HolmesStrategy(ParallelStrategy):
         with job.explaining():
             return job.connection.ask_rank_0(find)
 
+    def _find_snapshot(self, trainer: "pl.Trainer", find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
+        """Begin a fit's snapshots. The path of what the fit begins from: a snapshot of this job, or a checkpoint."""
+        assert self.cluster_environment is not None
+        self.setup_environment()
+        with self._joined.explaining():
+            self._snapshots = begin_snapshots(trainer, self._joined, self._options, self.cluster_environment)
+            return self._snapshots.choose(find_checkpoint, ckpt_path)
+
     def _explaining(self) -> AbstractContextManager[None]:
         if self._job is not None:
             return self._job.explaining()
@@ -402,6 +424,7 @@ class HolmesStrategy(ParallelStrategy):
             former=None if self._run is None else self._run.planned or self._run.context.former,
             resting=self._resting,
             undo=self._undo,
+            snapshots=self._snapshots if trainer.state.fn == TrainerFn.FITTING else None,
         )
         with self._explaining():
             if trainer.state.fn == TrainerFn.FITTING:
@@ -424,6 +447,8 @@ class HolmesStrategy(ParallelStrategy):
         if isinstance(dataloader, DataLoader):
             self._undo.enter_context(seeded_workers(dataloader, self.data_parallel_rank))
             make_resumable(dataloader, self._undo)
+        if self._snapshots is not None:
+            self._snapshots.note_loader(dataloader)
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:
@@ -453,7 +478,15 @@ class HolmesStrategy(ParallelStrategy):
             return
         with self._explaining():
             self._manager.finish(failed=connection.failed, alone=self.world_size == 1, all_gather=connection.all_gather)
+            self._end_snapshots(connection.failed)
         connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
+
+    def _end_snapshots(self, failed: bool) -> None:
+        snapshots, self._snapshots = self._snapshots, None
+        if snapshots is not None:
+            assert self.lightning_module is not None
+            status = self.lightning_module.trainer.state.status
+            snapshots.close(well=not failed and status != TrainerStatus.INTERRUPTED)
 
     # steps
 
@@ -539,6 +572,8 @@ class HolmesStrategy(ParallelStrategy):
         return None if self._job is None else self._job.groups.data_parallel
 
     def barrier(self, name: str | None = None) -> None:
+        if self._snapshots is not None and name == BEFORE_FIT:
+            self._snapshots.is_active = True
         if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
             self._refuse_in_parts("barrier")
             with self._lifted():
@@ -573,8 +608,9 @@ class HolmesStrategy(ParallelStrategy):
         """None before the job is joined: Lightning's own ways do, but for a folder, where one is asked for."""
         if self._job is None or self.lightning_module is None:
             return None
+        snapshots = self._snapshots
         return RunCheckpoints(
-            manager=self._manager,
+            manager=self._manager if snapshots is None or not snapshots.is_taking else snapshots.manager,
             job=self._job,
             run=self._run,
             fit=self._fit,
@@ -601,6 +637,8 @@ class HolmesStrategy(ParallelStrategy):
         ours = self._checkpoints
         if ours is not None:
             with self._lifted():
+                if self._snapshots is not None and self._snapshots.is_taking:
+                    self._snapshots.describe(checkpoint)
                 ours.save(checkpoint, filepath, storage_options)
         elif self._options.save_distributed_checkpoint is not True:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -618,7 +656,10 @@ class HolmesStrategy(ParallelStrategy):
         """Lightning's checkpoint, of either format and any layout; all ranks must call."""
         ours = self._checkpoints
         load = super().load_checkpoint if ours is None else ours.load
-        return load(checkpoint_path, weights_only=weights_only)
+        loaded = load(checkpoint_path, weights_only=weights_only)
+        if self._snapshots is not None and checkpoint_path == self._snapshots.chosen:
+            self._snapshots.resume(loaded)
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""

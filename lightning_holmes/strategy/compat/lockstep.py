@@ -30,6 +30,9 @@ from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
+from lightning_holmes.strategy.snapshots import Snapshots
+
+_SNAPSHOT = 8  # beside what signals ask for
 
 
 class Place(IntEnum):
@@ -58,6 +61,7 @@ class Lockstep(Replacements):
         explaining: turns a lost connection inside into an error that names the group.
         waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
         watch: tells the others what this rank has left; None after a failure.
+        snapshots: are taken before a batch, when rank 0 says so; None: never.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Lockstep(Replacements):
         explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         watch: FailureWatch | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -76,6 +81,7 @@ class Lockstep(Replacements):
         self._explaining = explaining
         self._waiting = waiting
         self._watch = watch
+        self._snapshots = snapshots
         self._announced = self._begun = 0  # batches, and the last one of them whose step this rank has begun
 
     def __enter__(self) -> Self:
@@ -94,7 +100,12 @@ class Lockstep(Replacements):
         self._begun = self._announced
 
     def _before_batch(self) -> None:
-        self._signals.obey(self._meet(Place.BATCH, self._signals.wanted()))
+        is_due = self._snapshots is not None and self._snapshots.is_due
+        wanted = self._meet(Place.BATCH, self._signals.wanted() or (_SNAPSHOT if is_due else 0))
+        if wanted != _SNAPSHOT:
+            self._signals.obey(wanted)
+        elif self._snapshots is not None:
+            self._snapshots.take()
 
     def _meeting(self, place: Place, function: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(function)

@@ -8,17 +8,17 @@ DistributedSampler in between, which has none: resumed, it would draw another or
 """
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_holmes.lightning_private import wrapped_sampler
-from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.seeds import preserved_random_state, random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
+
+_HOST = torch.device("cpu")
 
 
 def make_resumable(loader: DataLoader[Any], changes: Replacements) -> None:
@@ -56,7 +56,7 @@ class ResumableSampler(Sampler[int]):
             self._origin, self._given = self._take_origin(), 0
             return self._counted(iter(self._sampler))
         self._origin, self._given = resumed["origin"], resumed["given"]
-        with preserved_random_state(torch.device("cpu")):
+        with preserved_random_state(_HOST):
             self._put_origin(self._origin)
             order = iter(self._sampler)
         return self._counted(itertools.islice(order, self._given, None))
@@ -73,14 +73,7 @@ class ResumableSampler(Sampler[int]):
         self._resumed = state
 
     def _take_origin(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
-        origin = {
-            "seed": self._sampler.seed,
-            "epoch": self._sampler.epoch,
-            "torch": torch.get_rng_state(),
-            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-            "python": random.getstate(),
-        }
+        origin = {"seed": self._sampler.seed, "epoch": self._sampler.epoch, **random_states(_HOST)}
         if isinstance(self._generator, torch.Generator):
             origin["generator"] = self._generator.get_state()
         return origin
@@ -88,9 +81,6 @@ class ResumableSampler(Sampler[int]):
     def _put_origin(self, origin: dict[str, Any]) -> None:
         self._sampler.seed = origin["seed"]
         self.set_epoch(origin["epoch"])
-        torch.set_rng_state(origin["torch"])
-        kind, keys, *rest = origin["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        random.setstate(origin["python"])
+        set_random_states(origin, _HOST)
         if "generator" in origin:
             self._generator.set_state(origin["generator"])

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
 from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.snapshots import Snapshots
 
 _GO_ON, _END, _REQUEUE = 0, 1, 2
 
@@ -27,12 +28,14 @@ class BatchSignals(Replacements):
 
     Args:
         watch: talks to rank 0 beside the batches; None after a failure.
+        snapshots: one is taken before all leave; None: none.
     """
 
-    def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None) -> None:
+    def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None, snapshots: Snapshots | None = None) -> None:
         super().__init__()
         self._trainer = trainer
         self._watch = watch
+        self._snapshots = snapshots
         self._connector: Any = signal_connector(trainer)
         self._told_to_end = False
         self._told_to_requeue: int | None = None
@@ -64,6 +67,8 @@ class BatchSignals(Replacements):
         """Do on all ranks what rank 0 has been told to. Raises SIGTERMException."""
         if wanted == _END:
             dist.barrier()
+            if self._snapshots is not None:
+                self._snapshots.take_last()
             self.ends_together = self._connector.received_sigterm = True
             raise SIGTERMException
         if wanted == _REQUEUE:

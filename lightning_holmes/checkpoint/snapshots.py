@@ -1,0 +1,266 @@
+"""Snapshots: checkpoint folders in the memory of the hosts, from which a job that is started again goes on.
+
+    folder = SnapshotFolder(Path("/dev/shm"), name)      # of a fit; each rank makes its own
+    manager = SnapshotManager(folder, ...)               # saves as CheckpointManager does, into folder.path / "<step>"
+    found = find_newest(folder.path, all_gather)         # (path, step) of what is there as a whole, or None
+
+Every host has its ranks' files, and copies of others' (copies.py). Of the snapshots the newest two stay: the older one until the newer is
+whole everywhere. What a snapshot holds is a checkpoint's content.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import socket
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.copies import Copies, partner_of
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.manager import CheckpointManager, Job
+from lightning_holmes.checkpoint.manifest import REST, Manifest
+from lightning_holmes.checkpoint.parts import num_bytes, same_memory
+from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.errors import CheckpointError, ConfigurationError
+
+MEMORY = Path("/dev/shm")
+_PREFIX = "lightning_holmes"
+_LOCK, _BEGAN, _PROGRESS = "lock", "began", "step"
+_DIGITS = 20
+_CLOCK_S = 1.0  # to which a file's time and a process's can be compared
+_ENDED_S = 3600.0  # a job none of whose processes lives is not started again later than this
+_ROOM = 1.05  # of what is written, for headers and the manifest
+
+
+def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
+    """What the folders of a job are called, the same when it is started again, and another for any other job: the launcher's name of the
+    job, else the address of rank 0; the user; the command, and what stands in its script."""
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        job = f"torchrun {run_id}"
+    elif "SLURM_JOB_ID" in variables:
+        job = f"slurm {variables['SLURM_JOB_ID']}"
+    else:
+        job = f"{address}:{port}"
+    script = b""
+    with contextlib.suppress(OSError):
+        script = Path(sys.argv[0]).read_bytes()
+    digest = hashlib.sha256("\0".join([job, str(os.geteuid()), *sys.argv]).encode() + script)
+    return f"{_PREFIX}-{os.geteuid()}-{digest.hexdigest()[:16]}"
+
+
+class SnapshotFolder:
+    """The folder of a fit's snapshots on this rank's host, readable by its user alone.
+
+    While a process of the job lives it holds a lock there; folders of jobs that have ended long ago are removed.
+
+    Args:
+        base: the memory's; or what the user has named.
+        name: of the job.
+        fit: how many the process has begun before.
+
+    Attributes:
+        path: the folder.
+        began: when the first attempt at this fit began on this host, in seconds since the epoch; None: this is the first.
+        reached: how many steps attempts before have done.
+
+    Raises:
+        ConfigurationError: it cannot be made, or is somebody else's.
+    """
+
+    def __init__(self, base: Path, name: str, fit: int) -> None:
+        self.base, self._job = base, base / name
+        self.path = self._job / f"fit-{fit}"
+        self.began: float | None = None
+        self.reached = 0
+        for other in base.glob(f"{_PREFIX}-{os.geteuid()}-*") if base.is_dir() else ():
+            if other != self._job:
+                _remove_if_ended(other)
+        try:
+            self._job.mkdir(mode=0o700, exist_ok=True)
+            found = self._job.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise OSError("it is another user's, or others can write to it")
+            self._lock = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._read_attempts()
+        except OSError as error:
+            raise ConfigurationError(
+                f"snapshot_every_n_steps needs a folder in the memory of host {socket.gethostname()}, and {self._job} cannot be used: "
+                f"{error}. Name another one: HolmesStrategy(snapshot_folder=...)"
+            ) from None
+
+    def _read_attempts(self) -> None:
+        """What attempts before this one have left, and begin this one."""
+        path = self.path / _BEGAN
+        with contextlib.suppress(FileExistsError):
+            path.open("x").close()
+        found = path.stat().st_mtime
+        if found < psutil.Process().create_time() - _CLOCK_S:  # else another rank has made it, of this attempt
+            self.began = found
+        self._progress = os.open(self.path / _PROGRESS, os.O_CREAT | os.O_RDWR, 0o600)
+        self.reached = int(os.pread(self._progress, _DIGITS, 0) or 0)
+
+    def note_step(self, step: int) -> None:
+        """So many steps have been done."""
+        os.pwrite(self._progress, b"%0*d" % (_DIGITS, step), 0)
+
+    def clear(self) -> None:
+        """Remove the snapshots of a fit that has ended well; the time of its beginning stays."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                atomic.delete(path)
+
+    def remove(self) -> None:
+        """Remove all that the job has here; other ranks of the host may do so too."""
+        shutil.rmtree(self._job, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let go of the lock, as the process's end does."""
+        os.close(self._lock)
+        os.close(self._progress)
+
+
+def _remove_if_ended(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another rank removes it at this moment
+        descriptor = os.open(folder / _LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            newest = max(path.stat().st_mtime for path in (folder, *folder.glob("*/*")))
+            if time.time() - newest > _ENDED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def find_newest(folder: Path, all_gather: Callable[[Any], list[Any]]) -> tuple[Path, int] | None:
+    """The newest snapshot of which the hosts of today hold every part together, and its step. All ranks must call."""
+    here: list[tuple[int, str, list[str], list[str]]] = []
+    for path in folder.iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(CheckpointError):
+                manifest = Manifest.load(path)
+                needed = [n for n, f in manifest.files.items() if f.file_system is not None or n == REST]
+                here.append((int(path.name), manifest.id, needed, sorted(manifest.present_files(path))))
+    present: dict[tuple[int, str], set[str]] = {}
+    wanted: dict[tuple[int, str], set[str]] = {}
+    for found in all_gather(here):
+        for step, token, needed, files in found:
+            present.setdefault((step, token), set()).update(files)
+            wanted[step, token] = set(needed)
+    whole = [step for (step, token), names in wanted.items() if names <= present[step, token]]
+    return (folder / str(max(whole)), max(whole)) if whole else None
+
+
+def is_since(checkpoint: str, moment: float) -> bool:
+    """Whether a checkpoint, a file or a folder here, was written after a moment, in seconds since the epoch."""
+    try:
+        return os.stat(checkpoint).st_mtime >= moment
+    except OSError:
+        return False
+
+
+class SnapshotManager(CheckpointManager):
+    """Saves snapshots in a thread. A snapshot that could not be written is told, and the one before it stays.
+
+    Args:
+        folder: of this fit.
+        group: makes the group for copies, when it is known that there are several hosts; all ranks call it together.
+        clusters: the number of each rank's cluster.
+    """
+
+    def __init__(self, folder: SnapshotFolder, *, group: Callable[[], Any], clusters: Sequence[int]) -> None:
+        super().__init__(distributed=True, background=True)
+        self._folder = folder
+        self._make_group = group
+        self._clusters = clusters
+        self._copies: Copies | None = None
+        self._admitted = False
+        self.whole: Path | None = None
+        """The newest that is whole on all hosts."""
+        self._latest: Path | None = None  # which may still be written
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes."""
+        return self._writer.is_busy
+
+    @property
+    def write_s(self) -> float:
+        """How long the last snapshot took to be written, beside the steps."""
+        return self._writer.last_s
+
+    def settle(self, job: Job) -> None:
+        """Wait for what is being written. All ranks must call; afterwards all know whether it is whole."""
+        problem = ""
+        try:
+            self._writer.wait()
+        except Exception as error:
+            problem = str(error)
+        problems = [said for said in job.all_gather(problem) if said]
+        if problems and job.rank == 0:
+            warnings.warn(f"a snapshot was not written, and the one before it stays: {problems[0]}")
+        if not problems and self._latest is not None:
+            self.whole = self._latest
+        self._latest = None
+
+    def save_folder(self, job: Job, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:
+        self.settle(job)
+        super().save_folder(job, checkpoint, path, **about)
+        self._latest = Path(path)
+
+    def folder_save(
+        self, job: Job, checkpoint: dict[str, Any], target: Path, token: str, systems: FileSystems, *about: Any
+    ) -> FolderSave:
+        save = super().folder_save(job, checkpoint, target, token, systems, *about)
+        if self._copies is None and len(systems.leaders) > 1:
+            self._copies = Copies(self._make_group(), partner_of(systems.of_rank, self._clusters))
+        if not self._admitted:
+            self._check_room(job, systems, save)
+            self._admitted = True
+        kept = {target, self.whole, atomic.temporary_path(target, token)}
+        old = (
+            [p for p in target.parent.iterdir() if p.is_dir() and p not in kept] if systems.is_leader(job.rank) else []
+        )
+        save = replace(save, prepare=functools.partial(_remove, old))
+        return save if self._copies is None else replace(save, copy=self._copies)
+
+    def _check_room(self, job: Job, systems: FileSystems, save: FolderSave) -> None:
+        """Refuse a folder that two snapshots do not fit in. All ranks must call."""
+        own = sum({same_memory(name, value): num_bytes(value) for name, value in save.values.items()}.values())
+        sizes = job.all_gather(own + len(save.rest))
+        system = systems.of_rank[job.rank]
+        ranks = [rank for rank, number in enumerate(systems.of_rank) if number == system]
+        kept = [*ranks, *(s for r in ranks if self._copies is not None for s in self._copies.senders(r))]
+        needed = int(2 * _ROOM * sum(sizes[rank] for rank in kept))
+        usage = shutil.disk_usage(save.target.parent)
+        held = sum(p.stat().st_size for p in save.target.parent.glob("*/*") if p.is_file())
+        problem = ""
+        if needed > usage.free + held:
+            problem = (
+                f"two snapshots of this host's ranks{', with copies of others,' if len(kept) > len(ranks) else ''} take "
+                f"{needed / 1e6:.0f} MB, and {self._folder.base} on host {socket.gethostname()} has {usage.free / 1e6:.0f} MB left of "
+                f"{usage.total / 1e6:.0f}: make it larger (docker run --shm-size=..., a Kubernetes volume with medium: Memory), or name "
+                f"another folder: HolmesStrategy(snapshot_folder=...)"
+            )
+        problems = [said for said in job.all_gather(problem) if said]
+        if problems:
+            raise ConfigurationError(problems[0])
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        atomic.delete(path)

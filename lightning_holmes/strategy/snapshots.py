@@ -1,0 +1,281 @@
+"""Snapshots of a fit: when they are taken, between which batches, and how a fit that is started again goes on from one.
+
+    snapshots = Snapshots(trainer, manager, folder, every=100, joined=...)     # every rank, once a fit
+    with snapshots.attached():                           # around the fit's batches
+        ...
+    snapshots.take()                                     # all ranks, between two batches
+
+A snapshot is what Lightning's checkpoint holds, between two batches, and beside it the random generators of every rank and where its
+loaders are. A loader without a state of its own is brought there by loading again what was loaded in this epoch, with the random
+numbers of then. Folders and files are checkpoint/snapshots.py's.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_holmes.checkpoint import Job as Membership
+from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest, is_since
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_private import data_fetcher, is_searching, loaders_of
+from lightning_holmes.pipeline.seeds import random_states, set_random_states
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+KEY = "lightning_holmes_snapshot"
+_PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1  # of the time, with every="auto": for pauses, and for writing beside the steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a snapshot says beside Lightning's checkpoint."""
+
+    step: int
+    replicas: list[int]
+    now: list[dict[str, Any]]
+    pass_began: list[dict[str, Any]] | None
+    first_fetch: list[dict[str, Any]] | None
+
+    def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
+        """This rank's, or in another layout that of the first rank that loaded the same samples."""
+        own = rank if len(self.replicas) == size and self.replicas[rank] == replica else self.replicas.index(replica)
+        return states[own]
+
+
+class Snapshots:
+    """Takes the snapshots of one fit on this rank, and brings the fit to where one was taken.
+
+    Args:
+        every: steps between two; "auto": so that their pauses take a hundredth of the time.
+        device: whose random generator counts beside the host's.
+        member: who this rank is.
+    """
+
+    def __init__(
+        self,
+        trainer: "pl.Trainer",
+        manager: SnapshotManager,
+        folder: SnapshotFolder,
+        *,
+        every: int | Literal["auto"],
+        device: torch.device,
+        member: Membership,
+    ) -> None:
+        self.manager, self.folder = manager, folder
+        self.is_taking = False
+        self.is_active = False
+        """The fit has come to its batches: what others run before in its loops (searches for learning rates) is none of it."""
+        self.chosen: str | None = None
+        """The snapshot that the fit begins from."""
+        self._trainer = trainer
+        self._every = every
+        self._device = device
+        self._member = member
+        self._step: int | None = None  # of the last snapshot
+        self._taken_at = 0.0
+        self._pause_s = 0.0
+        self._made: dict[int, dict[str, Any]] = {}
+        self._pass_began: dict[str, Any] | None = None
+        self._first_fetch: dict[str, Any] | None = None
+        self._epoch: tuple[int, Any] | None = None
+        self._resumed: Resumed | None = None
+
+    # when
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next batch shall wait for a snapshot; what rank 0 says counts. After the first step, and from then on."""
+        trainer = self._trainer
+        step = trainer.global_step
+        if not self.is_active or self._is_accumulating or is_searching(trainer):
+            return False
+        if self._step is None:
+            return step > 0
+        if step == self._step:
+            return False
+        if self._every != "auto":
+            return step - self._step >= self._every
+        passed = time.monotonic() - self._taken_at
+        return not self.manager.is_writing and passed >= max(
+            self._pause_s / _PAUSE_SHARE, self.manager.write_s / _WRITE_SHARE
+        )
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Whether gradients of batches before wait for more."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.ready % self._trainer.accumulate_grad_batches > 0 and not progress.is_last_batch
+
+    # taking one
+
+    def take(self) -> None:
+        """Copy this rank's state, and write it while training goes on. All ranks must call, between two batches."""
+        begin = time.monotonic()
+        self.is_taking = True
+        try:
+            step = self._trainer.global_step
+            self._trainer.save_checkpoint(self.folder.path / str(step), weights_only=False)
+            self._step = step
+        finally:
+            self.is_taking = False
+        self._taken_at = time.monotonic()
+        self._pause_s = self._taken_at - begin
+
+    def take_last(self) -> None:
+        """Take one and wait until it is whole, before all leave."""
+        if self.is_active and not self._is_accumulating and self._trainer.global_step not in (0, self._step):
+            self.take()
+        self.manager.settle(self._member)
+
+    def describe(self, checkpoint: dict[str, Any]) -> None:
+        """Add to ``checkpoint`` what a resumed fit needs beside. All ranks must call."""
+        member = self._member
+        epoch = self._trainer.current_epoch
+        if self._epoch is None or self._epoch[0] != epoch:
+            loaders = loaders_of(self._trainer.fit_loop)
+            stateful = [hasattr(loader, "load_state_dict") for loader in loaders]
+            if any(stateful) and not all(stateful):
+                raise ConfigurationError(
+                    "snapshot_every_n_steps with several training loaders, of which some have a state_dict and some do not: the ones "
+                    "cannot be brought to where the others are; give all of them one, or none"
+                )
+            of_pass = None if all(stateful) else (self._pass_began, self._first_fetch)
+            self._epoch = epoch, member.all_gather(of_pass)
+        began, first = zip(*self._epoch[1], strict=True) if self._epoch[1][0] is not None else (None, None)
+        everyone = member.all_gather((member.replica, random_states(self._device)))
+        checkpoint[KEY] = {
+            "step": self._trainer.global_step,
+            "replicas": [replica for replica, _ in everyone],
+            "now": [states for _, states in everyone],
+            "pass_began": None if began is None else list(began),
+            "first_fetch": None if first is None else list(first),
+        }
+
+    # going on from one
+
+    def choose(self, find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
+        """What the fit begins from: the newest snapshot that the hosts hold together; else, where the job was started again, the newest
+        checkpoint that it has written; else ``ckpt_path``. All ranks must call, and get the same.
+
+        Args:
+            find_checkpoint: the path for what ``ckpt_path`` may be, or None.
+        """
+        member, folder = self._member, self.folder
+        attempts = member.all_gather((folder.began, folder.reached))
+        reached = max(step for _, step in attempts)
+        found = find_newest(folder.path, member.all_gather)
+        if found is not None:
+            path, step = found
+            self.manager.whole, self.chosen = path, str(path)
+            self._tell(f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one: {path}")
+            return self.chosen
+        began = [at for at, _ in attempts if at is not None]
+        if not began:
+            return find_checkpoint(ckpt_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is none
+            newest = find_checkpoint("last")
+        if newest is not None and member.broadcast(is_since(newest, min(began))):
+            self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
+            return newest
+        self._tell(
+            f"at its beginning: neither a whole snapshot nor a checkpoint of it is left; {reached} steps were done"
+        )
+        return find_checkpoint(ckpt_path)
+
+    def _tell(self, where: str) -> None:
+        if self._member.rank == 0:
+            print(f"this job was started again, and goes on {where}", flush=True)
+
+    def resume(self, loaded: Mapping[str, Any]) -> None:
+        """Note what the snapshot that the fit begins from says.
+
+        Raises:
+            ConfigurationError: another number of replicas has taken it, and the loaders do not say where they are for this number.
+        """
+        self._resumed = resumed = Resumed(**loaded[KEY])
+        self._step = resumed.step
+        member, saved = self._member, len(set(resumed.replicas))
+        if saved != member.num_replicas:
+            states = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or []
+            if not states or not all(SAMPLES_SEEN in state for state in states):
+                raise ConfigurationError(
+                    f"the snapshot of step {resumed.step} was taken by {saved} replicas, and {member.num_replicas} are left, whose loaders "
+                    f"cannot go on with their samples: start with as many replicas, or from a checkpoint of an epoch's end"
+                )
+
+    def note_loader(self, loader: object) -> None:
+        """A loader has been made: its first pass begins with the random numbers of now."""
+        self._made[id(loader)] = random_states(self._device)  # loaders live as long as their fit
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, batches of the trainer begin as the snapshots need it."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        advance, on_run_start = loop.advance, loop.on_run_start
+
+        def begin_pass(fetcher: Any) -> None:
+            self._note_pass(loop)
+            on_run_start(fetcher)
+
+        def begin_batch(fetcher: Any) -> None:
+            if self._resumed is not None:
+                self._go_on(loop, self._resumed)
+                self._resumed = None
+            elif self._first_fetch is None:
+                self._first_fetch = random_states(self._device)
+            if self._member.size == 1 and self.is_due:
+                self.take()
+            advance(fetcher)
+            self.folder.note_step(self._trainer.global_step)
+
+        with Replacements() as changes:
+            changes.replace(loop, advance=begin_batch, on_run_start=begin_pass)
+            yield
+
+    def _note_pass(self, loop: Any) -> None:
+        """An epoch begins: keep the random numbers that the loaders' pass begins with, which Lightning begins now, or, at first, when
+        it has made them."""
+        fit_loop = self._trainer.fit_loop
+        begins_now = self._trainer.current_epoch > 0 and not fit_loop.is_resuming and not loop.restarting
+        noted = None if begins_now else self._made.get(id(loaders_of(fit_loop)[-1]))
+        self._pass_began, self._first_fetch = noted or random_states(self._device), None
+
+    def _go_on(self, loop: Any, resumed: Resumed) -> None:
+        """Bring loaders and random numbers to where they were between two batches."""
+        loop.restarting = False  # what Lightning would guess about a validation that was under way: there was none
+        member = self._member
+
+        def own(states: list[dict[str, Any]]) -> dict[str, Any]:
+            return resumed.of_rank(states, member.rank, member.replica, member.size)
+
+        same = len(set(resumed.replicas)) == member.num_replicas
+        if resumed.pass_began is not None and resumed.first_fetch is not None:
+            fetcher = data_fetcher(self._trainer.fit_loop)
+            self._pass_began, self._first_fetch = own(resumed.pass_began), own(resumed.first_fetch)
+            set_random_states(self._pass_began, self._device)
+            iter(fetcher)
+            set_random_states(self._first_fetch, self._device)
+            for _ in range(loop.batch_progress.current.ready):
+                next(fetcher)
+        if same:
+            set_random_states(own(resumed.now), self._device)
+
+    # the end
+
+    def close(self, *, well: bool) -> None:
+        """At the fit's end. Where it has ended well on all ranks nothing is left of the snapshots."""
+        if well:
+            self.manager.settle(self._member)
+            self.folder.clear()
+        else:
+            try:
+                self.manager.finish(failed=True, alone=self._member.size == 1)
+            except Exception as error:  # the run's own failure is what is told
+                warnings.warn(f"a snapshot was not written: {error}")

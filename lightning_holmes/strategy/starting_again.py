@@ -1,0 +1,51 @@
+"""What a job that is started again goes on from: its newest snapshot, or else its newest checkpoint.
+
+snapshots = begin_snapshots(trainer, job, options, environment)      # every rank, before a fit
+path = snapshots.choose(find_checkpoint, ckpt_path)
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+from lightning_holmes.checkpoint.snapshots import MEMORY, SnapshotFolder, SnapshotManager, job_name
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.options import Options
+from lightning_holmes.strategy.snapshots import Snapshots
+
+_fits = (
+    itertools.count()
+)  # of this process, whichever trainer's: started again, it begins the same ones in the same order
+
+
+def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environment: ClusterEnvironment) -> Snapshots:
+    """The snapshots of a fit that begins. Every rank must call.
+
+    Raises:
+        ConfigurationError: there is no place for them; on every rank.
+    """
+    connection, every = job.connection, options.snapshot_every_n_steps
+    assert every is not None
+    name = connection.broadcast(job_name(os.environ, environment.main_address, environment.main_port))
+    base = MEMORY if options.snapshot_folder is None else Path(options.snapshot_folder)
+    folder, problem = None, ""
+    try:
+        if options.snapshot_folder is not None:
+            base.mkdir(parents=True, exist_ok=True)
+        folder = SnapshotFolder(base, name, connection.broadcast(next(_fits)))
+    except (ConfigurationError, OSError) as error:
+        problem = str(error)
+    problems = [said for said in connection.all_gather(problem) if said]
+    if problems or folder is None:
+        raise ConfigurationError(problems[0])
+    names = [job.topology.cluster_of_rank(rank).name for rank in range(connection.world_size)]
+    manager = SnapshotManager(
+        folder,
+        group=lambda: job.groups.builder.build(range(connection.world_size), "holmes_snapshots", on_host=True),
+        clusters=[names.index(name) for name in names],
+    )
+    return Snapshots(trainer, manager, folder, every=every, device=connection.device, member=job.membership)

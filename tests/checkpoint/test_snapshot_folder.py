@@ -1,0 +1,135 @@
+"""Where snapshots are: whose folders they are, which are removed, what of them is held together, and who keeps copies."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_holmes.checkpoint import Job
+from lightning_holmes.checkpoint.copies import partner_of
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.manifest import MANIFEST
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest, job_name
+from lightning_holmes.errors import ConfigurationError
+
+_NAME = f"lightning_holmes-{os.geteuid()}-a"
+
+
+def save(folder: Path, step: int, name: str = "w") -> None:
+    FolderSave(
+        target=folder / str(step),
+        token=f"{step:08x}",
+        file_systems=FileSystems(of_rank=(0,)),
+        values={("state_dict", name): torch.full((4,), float(step))},
+        order=[name],
+        num_optimizers=0,
+        rest=b"rest",
+        plan="",
+    ).run(Meeting(None, 0, 1, "test", timedelta(seconds=5)))
+
+
+def test_a_jobs_name_is_its_launchers_and_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("lr = 0.1")
+    monkeypatch.setattr("sys.argv", [str(script), "--lr=1"])
+    named = {"TORCHELASTIC_RUN_ID": "blue"}
+    first = job_name(named, "10.0.0.1", 29500)
+    assert first == job_name(named, "10.0.0.2", 29501), "torchrun may move rank 0 to another host"
+    unnamed = [{"TORCHELASTIC_RUN_ID": "none"}, {}]
+    assert len({job_name(v, "10.0.0.1", 29500) for v in unnamed}) == 1
+    others = [job_name(v, "10.0.0.1", p) for v in ({}, {"SLURM_JOB_ID": "7"}) for p in (1, 2)]
+    assert len({first, *others}) == 4, "a SLURM job keeps its name"
+    monkeypatch.setattr("sys.argv", [str(script), "--lr=2"])
+    changed = job_name(named, "10.0.0.1", 29500)
+    script.write_text("lr = 0.2")
+    assert len({first, changed, job_name(named, "10.0.0.1", 29500)}) == 3
+
+
+def test_folders_are_the_users_alone_and_those_of_ended_jobs_go(tmp_path: Path) -> None:
+    lives = SnapshotFolder(tmp_path, f"{_NAME}1", 0)
+    ended = SnapshotFolder(tmp_path, f"{_NAME}2", 0)
+    recent = SnapshotFolder(tmp_path, f"{_NAME}3", 0)
+    for folder in (ended, recent):
+        folder.release()
+    old = time.time() - 7200.0
+    for folder in (lives, ended):
+        for path in (folder.path / "began", folder.path / "step", folder.path, folder.path.parent):
+            os.utime(path, (old, old))
+    own = SnapshotFolder(tmp_path, f"{_NAME}4", 0)
+    assert lives.path.exists() and recent.path.exists() and not ended.path.parent.exists()
+    assert own.path.parent.stat().st_mode & 0o777 == 0o700
+    (tmp_path / f"{_NAME}5").mkdir(mode=0o755)
+    (tmp_path / f"{_NAME}6").symlink_to(tmp_path)
+    for name in (f"{_NAME}5", f"{_NAME}6"):
+        with pytest.raises(ConfigurationError, match=r"another user's, or others can write.*snapshot_folder="):
+            SnapshotFolder(tmp_path, name, 0)
+
+
+def test_what_an_attempt_before_has_left_is_told_from_this_ones(tmp_path: Path) -> None:
+    first = SnapshotFolder(tmp_path, _NAME, 0)
+    first.note_step(12)
+    assert first.began is None
+    assert SnapshotFolder(tmp_path, _NAME, 0).began is None, "another rank of this attempt"
+    os.utime(first.path / "began", (1000.0, 1000.0))
+    again = SnapshotFolder(tmp_path, _NAME, 0)
+    assert (again.began, again.reached) == (1000.0, 12)
+    assert SnapshotFolder(tmp_path, _NAME, 1).began is None, "the next fit of the process"
+
+
+def test_the_newest_snapshot_is_one_whose_parts_the_hosts_have_together(tmp_path: Path) -> None:
+    for step in (3, 6):
+        save(tmp_path, step)
+    assert find_newest(tmp_path, lambda value: [value]) == (tmp_path / "6", 6)
+    part = tmp_path / "6" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    assert find_newest(tmp_path, lambda value: [value]) == (tmp_path / "3", 3)
+
+    def with_another_host(value: list[Any]) -> list[Any]:
+        return [value, [(step, token, needed, ["__0_0.distcp"]) for step, token, needed, _ in value]]
+
+    assert find_newest(tmp_path, with_another_host) == (tmp_path / "6", 6)
+    (tmp_path / "3" / MANIFEST).unlink()
+    assert find_newest(tmp_path, lambda value: [value]) is None
+
+
+@pytest.mark.parametrize(
+    ("systems", "clusters", "partners"),
+    [
+        ([0, 0], [0, 0], [None, None]),
+        ([0, 1], [0, 0], [1, 0]),
+        ([0, 0, 1, 1, 2, 2], [0] * 6, [2, 3, 4, 5, 0, 1]),
+        ([0, 1, 2, 3], [0, 0, 1, 1], [2, 3, 0, 1]),
+        ([0, 0, 0, 1], [0, 0, 0, 1], [3, 3, 3, 0]),
+    ],
+)
+def test_copies_are_on_another_host_and_in_another_cluster_where_there_is_one(
+    systems: list[int], clusters: list[int], partners: list[int | None]
+) -> None:
+    assert partner_of(systems, clusters) == partners
+
+
+def test_two_snapshots_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SnapshotFolder(tmp_path, _NAME, 0)
+    manager = SnapshotManager(folder, group=lambda: None, clusters=[0])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(64_000_000, 64_000_000))
+    about = {"order": ["w"], "parameters": frozenset({"w"}), "plan": "", "assigned": frozenset(), "background": True}
+    for number, fits in ((10_000_000, False), (7_000_000, True)):
+        checkpoint = {"state_dict": {"w": torch.zeros(number)}, "global_step": 1}
+        if fits:
+            manager.save_folder(Job(), checkpoint, folder.path / "1", **about)
+        else:
+            with pytest.raises(ConfigurationError, match=r"take 84 MB, and .* has 64 MB left of 64:.*--shm-size"):
+                manager.save_folder(Job(), checkpoint, folder.path / "1", **about)
+    manager.settle(Job())
+    assert manager.whole == folder.path / "1"
+
+
+class _Usage:
+    def __init__(self, total: int, free: int) -> None:
+        self.total, self.free = total, free

@@ -1,0 +1,113 @@
+"""What runs in each process of a job that is killed and started again: a fit whose every random number counts.
+
+    launch_raw(2, "snapshot_cases:train", {"folder": ..., "kill": {"rank": 1, "step": 5}}, ...)
+
+Dropout, a shuffled loader of Lightning's own making whose samples are changed at random, a scheduler, AdamW and validation in
+mid-epoch: whatever a restart would not bring back shows in the losses.
+"""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_holmes import HolmesStrategy
+
+ROWS, FEATURES, STEPS = 48, 16, 14
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Rows that are changed by NumPy's and torch's random numbers when they are read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.rows, self.targets = (torch.randn(ROWS, n, generator=generator) for n in (FEATURES, 1))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index] + 0.1 * torch.rand(FEATURES) + 0.1 * float(np.random.rand()), self.targets[index]
+
+
+class Net(LightningModule):
+    def __init__(self, kill: dict[str, int]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
+        )
+        self.head = nn.Linear(FEATURES, 1)
+        self.kill = kill
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.kill and (self.trainer.strategy.cluster_environment.global_rank(), self.trainer.global_step) == (
+            self.kill["rank"],
+            self.kill["step"],
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+
+
+class Losses(Callback):
+    """Writes down the losses at once: a process may be killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.path.open("a") as file:
+            loss = float(outputs["loss"]).hex()
+            print(json.dumps([trainer.global_step, trainer.current_epoch, batch_idx, loss]), file=file)
+
+
+def train(options: dict[str, Any]) -> str:
+    """One fit; the digest of the final weights on every rank."""
+    torch.set_num_threads(1)
+    folder, rank = Path(options["folder"]), os.environ["RANK"]
+    seed_everything(11, verbose=False)
+    given = {
+        "schedule": "1f1b",
+        "num_microbatches": 2,
+        "gradient_sync": "all_reduce",
+        "bucket_bytes": 1 << 20,
+    } | options.get("strategy", {})
+    workers = options.get("workers", 0)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=HolmesStrategy(snapshot_folder=options.get("snapshots"), **given),
+        max_steps=STEPS,
+        max_epochs=-1,
+        val_check_interval=2,
+        limit_val_batches=1,
+        logger=False,
+        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}")],
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options.get("trainer", {"enable_checkpointing": False}),
+    )
+    data = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
+    module = Net(options.get("kill", {}))
+    trainer.fit(module, data, DataLoader(Noisy(), batch_size=8))
+    assert trainer.global_step == STEPS
+    digest = hashlib.sha256()
+    for value in module.state_dict().values():
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
