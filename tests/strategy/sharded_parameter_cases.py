@@ -208,7 +208,7 @@ def run_all(name: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def preferring_shards() -> Iterator[None]:
     """As if a step in shards were always predicted to be faster by enough."""
-    with unittest.mock.patch.object(sharding, "Preference", lambda: types.SimpleNamespace(interleaving_gain=-100.0)):
+    with unittest.mock.patch.object(sharding, "Preference", lambda: types.SimpleNamespace(sharding_gain=-100.0)):
         yield
 
 

@@ -67,7 +67,7 @@ def search_with_sharding(
         return replace(whole, sharding_note="sharded_parameters: off, since no plan with them fits")
     if whole.memory_note is not None:
         return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {whole.memory_note}")
-    ratio, gain = parts.best.step_s / whole.best.step_s, Preference().interleaving_gain
+    ratio, gain = parts.best.step_s / whole.best.step_s, Preference().sharding_gain
     takes = ratio < 1 - gain and parts.best.run.layout.data > 1
     what = f"a step takes {ratio:.2f}x as long with them by prediction, and {1 - gain:.2f}x or less is asked for"
     taken, other = (parts, whole) if takes else (whole, parts)
