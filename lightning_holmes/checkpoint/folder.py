@@ -161,6 +161,7 @@ class FolderReader:
         self.folder = folder
         self.present = frozenset() if folder is None else manifest.present_files(folder)
         self._fetch = fetch
+        self.sees_all = fetch is None
 
     def read(self, entries: Mapping[Value, ValueEntry]) -> dict[Value, Any]:
         """The values of ``entries``; if files are not seen everywhere, all ranks must call, each for its own.
@@ -264,6 +265,8 @@ class FolderOptimizerState(Mapping[str, Any]):
         self._reader = reader
         self._index = index
         self._entries = reader.manifest.optimizers[index] if index < len(reader.manifest.optimizers) else {}
+        self.is_near = reader.sees_all
+        """Each rank reads by itself, whenever it wants."""
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         if name not in self._entries:

@@ -36,6 +36,7 @@ from lightning_holmes.errors import (
     ConfigurationError,
     ConnectionLostError,
 )
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.torch_private import default_store
 
 _TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
@@ -81,8 +82,8 @@ class CheckpointManager:
         self._staging = Staging()
         self._file_systems: dict[str, FileSystems] = {}
         self._last: Meeting | None = None
-        self.finish_reading: Callable[[], None] = lambda: None
-        """Of the values of the next folder: what ranks do together when one has read its own."""
+        self.reading: Lockstep | None = None
+        """What brings values of the next folder while it is written; all ranks finish it."""
 
     def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
         """Whether checkpoints are folders; a CheckpointIO plugin of the user's gets files, as it expects."""
@@ -122,8 +123,8 @@ class CheckpointManager:
         save = self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
-        finish, self.finish_reading = self.finish_reading, lambda: None
-        save = replace(save, finish=finish)
+        if self.reading is not None:
+            save, self.reading = replace(save, finish=self.reading.finish), None
         meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
 

@@ -26,7 +26,7 @@ class Deferred:
     read: Callable[[], Any]
 
 
-def module_part(pipeline: PipelineModule, collected: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The entries of the module's ``state_dict`` whose copy on this rank counts.
 
     Args:

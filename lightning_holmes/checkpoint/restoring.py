@@ -1,6 +1,6 @@
 """Putting saved states into a module and an optimizer of which this rank holds a part: it reads only that part."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
 from lightning_holmes.checkpoint.plain import load_optimizer_state_dict, load_states, states_by_name
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.pipeline import tree
@@ -126,13 +127,17 @@ def load_optimizer_state(
                 )
             raise CheckpointError(what)
         numbers = {name: number for number, name in enumerate(mine)}
-        read = state.read_many([keys[n] for n in mine if n in local])
-        found = {n: read[keys[n]] for n in mine if keys[n] in read}
         entries = []
         for group, names in zip(saved["param_groups"], groups, strict=True):
             entries.append({**group, "params": [numbers[n] for n in names]})
-        saved = {"state": {numbers[n]: v for n, v in found.items()}, "param_groups": entries}
-    else:
+        here = [n for n in mine if n in local]
+        if shards is not None and state.is_near:
+            states = _ReadWhenUsed(state, {n: keys[n] for n in here if keys[n] in state})
+            _load_pieces({"param_groups": entries}, states, shards)
+            return
+        read = state.read_many([keys[n] for n in here])
+        saved = {"state": {numbers[n]: read[keys[n]] for n in mine if keys[n] in read}, "param_groups": entries}
+    elif shards is None:
         names = [n for g in groups for n in g]
         own = {number for number, name in enumerate(names) if name in local}
         # copies: the file's pages must not stay in use
@@ -140,12 +145,31 @@ def load_optimizer_state(
     if shards is None:
         load_optimizer_state_dict(optimizer, saved, groups, local)
     else:
-        _load_pieces(saved, groups, shards)
+        _load_pieces(saved, states_by_name(saved, groups), shards)
 
 
-def _load_pieces(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shards: OwnedStates) -> None:
-    """Load states of whole parameters, numbered by their places in ``groups``, where the optimizer does not hold these."""
-    states = states_by_name(saved, groups)
+class _ReadWhenUsed(Mapping[str, dict[str, Any]]):
+    """States of whole parameters, of which each is in memory only while it is cut."""
+
+    def __init__(self, state: FolderOptimizerState, keys: Mapping[str, str]) -> None:
+        self._state, self._keys = state, keys
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        give_back_freed_memory()  # of the one before
+        return self._state[self._keys[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _load_pieces(saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], shards: OwnedStates) -> None:
+    """Load states of whole parameters by name, where the optimizer does not hold these."""
     load_states(shards.optimizer, saved, shards.cut_by_group(states))
     shards.loaded(states)
 

@@ -6,10 +6,13 @@ same order, whatever it takes, and ends with :meth:`Lockstep.finish`.
     states = Lockstep([join_first, join_second])
     states.take("a", "exp_avg")     # runs the first step; what else it brought waits for who takes it
     states.finish()                 # runs the second, for those who take from it
+    more.follow(states)             # before the first step of more all of states' are run
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 
 Step = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Brings, of some names, those that this rank wants: their entries by key."""
@@ -20,7 +23,12 @@ class Lockstep:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = list(steps)
+        self._before: Lockstep | None = None
         self._found: dict[str, dict[str, Any]] = {}
+
+    def follow(self, before: "Lockstep | None") -> None:
+        """Whoever takes from ``before`` does it before anything is taken here."""
+        self._before = before
 
     def take(self, name: str, key: str) -> Any:
         """An entry, once."""
@@ -29,11 +37,19 @@ class Lockstep:
         return self._found[name].pop(key)
 
     def _run(self) -> None:
+        self._finish_before()
+        give_back_freed_memory()  # of the values before, which are large
         self._found |= {name: dict(entries) for name, entries in self._steps.pop(0)().items()}
 
     def finish(self) -> None:
         """Run the steps that are left."""
+        self._finish_before()
         self._found.clear()
         while self._steps:
             self._run()
             self._found.clear()
+
+    def _finish_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.finish()

@@ -390,12 +390,12 @@ class ShardedOptimizer:
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """After ``optimizer.load_state_dict``: masters as they were saved, where they were."""
-        for piece in self._tensors:
+        for piece in self._tensors if self._master else ():
             if piece.name in states:
                 self._restore_master(piece, states[piece.name])
 
     def _restore_master(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        if not self._master or MASTER_WEIGHT not in state:
+        if MASTER_WEIGHT not in state:
             return
         master = self._tensors[piece].detach().view(-1)
         saved = dtensor.local_part(dtensor.share_of(state[MASTER_WEIGHT], self._memory.parameters[piece.name]))

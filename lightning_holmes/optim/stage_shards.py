@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
 
@@ -357,6 +358,23 @@ class StageShards:
                 if destination(name) == self.rank:
                     found[name] = view.clone()
         return found
+
+    def collect_in_steps(
+        self, destination: Callable[[str], int], *, end: Callable[[], None]
+    ) -> tuple[list[str], Lockstep]:
+        """The same a part at a time, when somebody takes it: the names of those that come here, each with one entry, "", and what
+        brings them, and calls ``end`` after the last. All replicas call, and take or finish."""
+
+        def bring(part: Part) -> dict[str, dict[str, Tensor]]:
+            views = self._whole(part)
+            return {name: {"": view.clone()} for name, view in views.items() if destination(name) == self.rank}
+
+        def ended() -> dict[str, dict[str, Tensor]]:
+            end()
+            return {}
+
+        here = [name for part in self.parts for name in part.names if destination(name) == self.rank]
+        return here, Lockstep([*(functools.partial(bring, part) for part in self.parts), ended])
 
     def _whole(self, part: Part) -> dict[str, Tensor]:
         buffers = allocate(_sizes([part]), part.device)

@@ -12,8 +12,6 @@ tensor is built is tape.py's; what a stage holds is for stage.py to say.
     deferred.materialise({"layers.0.weight"}, read=None)
 """
 
-import contextlib
-import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.tape import Tape, is_fake
@@ -220,13 +219,6 @@ class DeferredModule:
     def _place(self, tensor: Tensor) -> torch.device:
         """Where a tensor shall live."""
         return self.device if tensor.device.type == "meta" else tensor.device
-
-
-def give_back_freed_memory() -> None:
-    """Return what is freed to the system: whole tensors, of which a rank keeps a part, leave holes between the parts, which
-    glibc keeps; they came to as much as the parts."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
@@ -27,6 +27,7 @@ from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
@@ -79,6 +80,7 @@ class RunCheckpoints:
 
     def module_state(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
+        self.manager.reading = None
         run = self._open_run or (self.fit if self._writes_folders else None)
         if self.run is not None and self.run.stage_shards is not None:
             run = self.run
@@ -108,19 +110,25 @@ class RunCheckpoints:
         runs = [run for run in (self.run, self.fit) if run is not None and run.stage_shards is not None]
         return runs[0].stage_shards if runs else None
 
-    def _collected_parameters(self) -> dict[str, Tensor] | None:
-        """Whole parameters, each on the replica that writes it, where they live in shards."""
+    def _collected_parameters(self) -> Mapping[str, Any] | None:
+        """Whole parameters, each on the replica that writes it, where they live in shards; for a folder they are brought when they
+        are written."""
         shards = self._stage_shards
         if shards is None:
             return None
         if self._has_failed_beside_others:
             return {}
         first = self.job.place_of_rank_0[1]
-        with self.job.explaining():
-            found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
-        if self._open_run is None:  # they stay in shards, and nobody else ends what this has begun
-            shards.queue.close()
-        return found
+        # they stay in shards after a run, and nobody else ends what this has begun
+        close = shards.queue.close if self._open_run is None else lambda: None
+        if not (self._writes_folders and self._reads_when_written and type(shards) is StageShards):
+            with self.job.explaining():
+                found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
+            close()
+            return found
+        names, parameters = shards.collect_in_steps(shards.destination, end=close)
+        self.manager.reading = parameters
+        return {name: _deferred(parameters, name, "") for name in names}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
@@ -168,17 +176,16 @@ class RunCheckpoints:
             if not self._reads_when_written:
                 return shards.collect(shards.destination)
             keys, states = shards.collect_in_steps()
-        self.manager.finish_reading = states.finish
-
-        def entry(name: str, key: str) -> checkpoints.Deferred:
-            return checkpoints.Deferred(place=(name, key), read=functools.partial(states.take, name, key))
-
-        return {name: {key: entry(name, key) for key in of_name} for name, of_name in keys.items()}
+        states.follow(self.manager.reading)
+        self.manager.reading = states
+        return {name: {key: _deferred(states, name, key) for key in of_name} for name, of_name in keys.items()}
 
     @property
     def _reads_when_written(self) -> bool:
         """Whether a folder's values may be brought when they are written: nobody looks at them before."""
         module, callbacks = self.module, self.module.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average in their place
+            return False
         if self.manager.background or self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
             return False
         return not list(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
@@ -310,6 +317,10 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
     manager.save_folder(
         checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
     )
+
+
+def _deferred(values: Lockstep, name: str, key: str) -> checkpoints.Deferred:
+    return checkpoints.Deferred(place=(name, key), read=functools.partial(values.take, name, key))
 
 
 def _names(module: pl.LightningModule) -> dict[str, Any]:

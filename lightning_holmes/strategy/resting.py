@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from lightning_holmes import checkpoint
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.optim.stage_shards import StageShards
-from lightning_holmes.pipeline.deferred import give_back_freed_memory
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.resuming import Resumption

@@ -2,16 +2,20 @@
 
 import gc
 import os
+import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.commands.convert import main as convert
 
 STATES = 4
 """Parameters, gradients, and the two moments of Adam: as many times the bytes of the parameters."""
@@ -55,13 +59,14 @@ class Deep(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
 
 
-def trainer(strategy: Any, steps: int) -> pl.Trainer:
+def trainer(strategy: Any, **length: int) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        max_steps=steps,
+        **length,  # type: ignore[arg-type]
         use_distributed_sampler=False,
+        log_every_n_steps=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -70,8 +75,8 @@ def trainer(strategy: Any, steps: int) -> pl.Trainer:
     )
 
 
-def loader(width: int) -> DataLoader:
-    return DataLoader(torch.randn(16, width, generator=torch.Generator().manual_seed(1)), 2)
+def loader(width: int, num_samples: int = 16) -> DataLoader:
+    return DataLoader(torch.randn(num_samples, width, generator=torch.Generator().manual_seed(1)), 2)
 
 
 def rss_mb(field: str) -> float:
@@ -90,7 +95,7 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
         Path("/proc/self/clear_refs").write_text("5")
         before, grown = rss_mb("VmRSS"), {}
         strategy = HolmesStrategy(sharded_parameters=True, num_microbatches=2, **payload.get("holmes", {}))
-        run, module = trainer(strategy, 3), Deep(width, depth)
+        run, module = trainer(strategy, max_steps=3), Deep(width, depth)
         run.fit(module, loader(width), loader(width))
         grown["fit"] = rss_mb("VmHWM") - before
         run.save_checkpoint(Path(payload["folder"]) / f"{depth}.ckpt")
@@ -100,3 +105,48 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
         found[depth] = grown
         del run, module, strategy
     return found
+
+
+class Losses(pl.Callback):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["loss"]))
+
+
+def train(
+    width: int, depth: int, strategy: dict[str, Any] | None, epochs: int, resume: Path | None, save: Path | None
+) -> dict[str, Any]:
+    """A fit up to ``epochs``, two steps each, by HolmesStrategy with these arguments or by DDP, from one checkpoint on and to another: the losses of its steps."""
+    pl.seed_everything(3)
+    losses, module = Losses(), Deep(width, depth)
+    run = trainer(DDPStrategy() if strategy is None else HolmesStrategy(**strategy), max_epochs=epochs)
+    run.callbacks.append(losses)  # type: ignore[attr-defined]
+    run.fit(module, loader(width, 4), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return {"losses": losses.seen}
+
+
+def export(source: Path, file: Path, **_: Any) -> dict[str, Any]:
+    """A checkpoint folder as one file for plain Lightning."""
+    convert([str(source), str(file)])
+    return {}
+
+
+def main(folder: Path, rank: int) -> None:
+    """In a process of its own: call what the folder says in a group with a limit of memory, which this joins when all is imported, and
+    write down what it returns, with the growth of the peak memory, MB."""
+    torch.set_num_threads(1)
+    target, payload, procs = pickle.loads((folder / "payload").read_bytes())
+    before = rss_mb("VmRSS")
+    Path(procs[rank]).write_text(str(os.getpid()))
+    found = globals()[target](**payload)
+    (folder / f"result{rank}").write_bytes(pickle.dumps(found | {"grown": rss_mb("VmHWM") - before}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

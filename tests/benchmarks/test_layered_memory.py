@@ -1,10 +1,21 @@
-"""What a worker holds of parameters in shards: resident memory, at its highest, of four processes that train a deep module."""
+"""What a worker holds of parameters in shards: resident memory, at its highest, of four processes that train a deep module, and what
+they train within a limit that other ways do not keep."""
 
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import layered_memory_workers
 import pytest
-from launch import launch
+import torch
+from launch import free_port, launch
 from layered_memory_workers import STATES
+from memory_limit import memory_limits
 
 pytestmark = pytest.mark.benchmark
 
@@ -22,3 +33,72 @@ def test_a_worker_holds_its_share_and_two_layers(tmp_path: Path) -> None:
         grown = [rank[24][phase] for rank in ranks]
         print(f"{phase}: {', '.join(f'{mb:.0f}' for mb in grown)} MB of {everything:.0f} MB")
         assert max(grown) <= everything / RANKS + 2 * LAYER_MB + MORE_MB
+
+
+DEPTH = 72
+LIMIT_MB = STATES * DEPTH * LAYER_MB / 3
+LAYERED = {"sharded_parameters": True, "num_microbatches": 2}
+CONTROLS = {"DDP": None, "two stages, two replicas": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+
+
+def run_within(
+    limit_mb: float, ranks: int, target: str, folder: Path, **payload: Any
+) -> tuple[list[int], list[int], list[Any], str]:
+    """Call a function of the workers in processes of their own, which join groups with a limit each: exit codes, how many the kernel has
+    ended in each group, what they returned, and the end of what they wrote. Not forked ones: what they share with their parent, and
+    change, would count."""
+    folder.mkdir()
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with memory_limits(ranks, int(limit_mb * 1e6)) as limits, contextlib.ExitStack() as stack:
+        (folder / "payload").write_bytes(pickle.dumps((target, payload, [limit.procs for limit in limits])))
+        processes = []
+        for rank in range(ranks):
+            log = stack.enter_context((folder / f"log{rank}").open("w"))
+            command = [sys.executable, layered_memory_workers.__file__, str(folder), str(rank)]
+            env = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(stack.enter_context(subprocess.Popen(command, env=env, stdout=log, stderr=log)))
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + 280
+        codes = [process.wait(deadline - time.monotonic()) for process in processes]
+        kills = [limit.kills for limit in limits]
+    paths = [folder / f"result{rank}" for rank in range(ranks)]
+    tails = "\n".join((folder / f"log{rank}").read_text()[-2000:] for rank in range(ranks) if codes[rank])
+    return codes, kills, [pickle.loads(path.read_bytes()) for path in paths if path.exists()], tails
+
+
+def test_a_model_of_three_times_the_limit_trains_resumes_and_exports(tmp_path: Path) -> None:
+    """Parameters, gradients and states need three times what a worker's limit leaves above the bare process. Baseline: the strategy on
+    one process without a limit; losses and parameters to 1e-5."""
+
+    def run(name: str, ranks: int, target: str = "train", limit_mb: float = LIMIT_MB, **payload: Any) -> list[Any]:
+        settings = {"width": WIDTH, "depth": DEPTH, "strategy": LAYERED, "epochs": 2, "resume": None, "save": None}
+        codes, _, found, log = run_within(limit_mb, ranks, target, tmp_path / name, **settings | payload)
+        assert not any(codes), log
+        print(f"{name}: {', '.join(str(round(each['grown'])) for each in found)} MB")
+        return found
+
+    half, whole, file, plain = (tmp_path / f"{name}.ckpt" for name in ("half", "whole", "file", "plain"))
+    print(f"limit {LIMIT_MB:.0f} MB, needed {3 * LIMIT_MB:.0f} MB")
+    expected = run("one process", 1, limit_mb=1e6, strategy={"num_microbatches": 2}, save=plain)
+    first = run("trained", RANKS, epochs=1, save=half)
+    second = run("resumed", RANKS, resume=half, save=whole)
+    run("exported", 1, "export", source=whole, file=file)
+    for one, other in zip(first, second, strict=True):
+        assert one["losses"] + other["losses"] == pytest.approx(expected[0]["losses"], rel=1e-5)
+    found, wanted = (torch.load(path, weights_only=True, mmap=True)["state_dict"] for path in (file, plain))
+    assert found.keys() == wanted.keys() and len(found) == DEPTH
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_other_ways_are_ended_by_that_limit(name: str, tmp_path: Path) -> None:
+    """By the kernel, in each process that it needs for that; the others end since their neighbours are gone."""
+    settings = {"width": WIDTH, "depth": DEPTH, "epochs": 1, "resume": None, "save": None}
+    codes, kills, _, _ = run_within(LIMIT_MB, RANKS, "train", tmp_path / "run", strategy=CONTROLS[name], **settings)
+    print(f"{name}: exit codes {codes}, ended by the kernel {kills}")
+    killed = [rank for rank in range(RANKS) if kills[rank]]
+    assert killed and all(codes[rank] == -9 for rank in killed)
+    assert all(codes)
