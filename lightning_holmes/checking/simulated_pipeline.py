@@ -128,7 +128,7 @@ def _check_steps(
         structure = _structure(modules, batch, layers, splitter)
         stages = _fill_buckets(module, batch, structure, splitter, partition, pipeline_parallel_size, num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
-        structure.check_partition(stages)
+        structure.check_partition(stages, one_rank=pipeline_parallel_size == 1)
         if num_microbatches > 1 and "training_step" in modules and not structure.changed_parameters:
             arguments = step_arguments(module, "training_step")
             found = find_batch_dependence(module, "training_step", batch, arguments, splitter)

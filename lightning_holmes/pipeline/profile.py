@@ -365,7 +365,7 @@ def _model_cost(
     forbidden: tuple[int, ...] = ()
     sizes = [(p.numel(), p.element_size()) for p in module.parameters() if p.requires_grad] or [(1, 4)]
     if structure is not None:
-        forbidden = tuple(point for point in range(size - 1) if any(b.forbids(point) for b in structure.bypasses))
+        forbidden = tuple(structure.forbidden_cuts())
     return ModelCost(
         unit="flops" if mode == "fake" else "seconds",
         microbatch_samples=samples,

@@ -68,6 +68,9 @@ class _Batch:
         self.schedule = microbatches.schedule
         self.last_stage = self.schedule.num_stages - 1
         self.runs: dict[tuple[int, int], StageRun] = {}
+        # by microbatch, outputs of layers that later stages of this rank read beside the hidden state, and the sums of their gradients
+        self.kept: dict[int, dict[tuple[int, int], Tensor]] = collections.defaultdict(dict)
+        self.kept_gradients: dict[int, dict[tuple[int, int], Tensor]] = collections.defaultdict(dict)
         self.halves: dict[tuple[int, int], SplitBackward] = {}  # whose weights are still to come
         # receives of each source in the order of its sends; those of unknown shape wait here to be posted
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
@@ -136,11 +139,15 @@ class _Batch:
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
             start = observer.add("wait_activation", start, stage, microbatch)
+        kept = self.kept[microbatch]
+        run.beside = {key: _leaf(kept[key]) for key in self.module.reads_beside.get(stage, ()) if key in kept}
         with self._watching(run, microbatch):
             output = self.module.forward_step(run, lambda: self.microbatches.step(run, microbatch))
         observer.add("forward", start, stage, microbatch)
+        kept |= run.kept
         if stage == self.last_stage:
             self.microbatches.outputs[microbatch] = output
+            kept.clear()
         if self.request.trains or stage < self.last_stage:
             self.runs[stage, microbatch] = run
 
@@ -181,6 +188,8 @@ class _Batch:
         splits = action.op is Op.BACKWARD_INPUT
         if not splits:
             self._count_backward(stage)
+        if not self._skips():
+            roots, gradients = self._with_kept(run, microbatch, roots, gradients)
         run.backward = True
         parameters = self.module.parameters_of(stage)
         with self.module.running(run), naming_parameters(self.module.module, roots, self._place(action)):
@@ -189,9 +198,23 @@ class _Batch:
                 half.input(self.exchange.add)
             elif roots:
                 observer.backward(stage, roots, gradients, run.received, parameters, self.exchange.add)
+        for key, value in run.beside.items():
+            if value.grad is not None:
+                sums = self.kept_gradients[microbatch]
+                sums[key] = sums[key] + value.grad if key in sums else value.grad
+        run.beside.clear()
         observer.add("backward_input" if splits else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
+
+    def _with_kept(
+        self, run: StageRun, microbatch: int, roots: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Where a backward begins, and with which gradients: also at what later stages have read beside the hidden state."""
+        sums, kept = self.kept_gradients[microbatch], run.kept
+        found = [key for key in kept if key in sums]
+        run.kept = {}
+        return [*roots, *(kept[key] for key in found)], [*gradients, *(sums.pop(key) for key in found)]
 
     def _skips(self) -> bool:
         """Whether the step has returned None for the whole batch, which may be seen once its forwards have run."""
@@ -243,7 +266,7 @@ class _Batch:
         """What ``stage`` of this rank gives the next one, which is here, too: leaves of a graph of its own."""
         run = self.runs[stage, microbatch] if self.request.trains else self.runs.pop((stage, microbatch))
         assert run.payload is not None
-        return [t.detach().requires_grad_(t.requires_grad) for t in run.payload]
+        return [_leaf(t) for t in run.payload]
 
     # sending
 
@@ -321,6 +344,11 @@ class _Batch:
         while not receive.ready():
             yield
         return receive.wait()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same values as the beginning of a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _input_gradients(run: StageRun) -> list[Tensor]:

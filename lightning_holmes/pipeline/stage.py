@@ -40,13 +40,19 @@ class StepEnd(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class StageRun:
-    """One stage's pass over one microbatch: what came in, what goes out, and where the step is."""
+    """One stage's pass over one microbatch: what came in, what goes out, and where the step is.
+
+    ``beside``: of layers of earlier stages on this rank, tensors of their outputs that are read here beside the hidden state, by layer
+    and number. ``kept``: likewise of this stage's layers, for later ones.
+    """
 
     stage: int
     step_name: str
     seed: int | None
     received: list[Tensor] = field(default_factory=list)
     payload: list[Tensor] | None = None
+    beside: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     position: int = BEFORE
     ended: bool = False
     backward: bool = False
@@ -154,6 +160,19 @@ class PipelineModule:
         else:
             structure.check_chunks(len(self.stages))
             self.local_parameters = set().union(*(structure.parameters_of(partition, s) for s in self.stages))
+        self._find_kept()
+
+    def _find_kept(self) -> None:
+        """Which tensors of layers' outputs are read on later stages beside the hidden state, where all stages are here: by stage
+        those that it reads, and by layer those that anyone does."""
+        self.reads_beside: dict[int, list[tuple[int, int]]] = {}
+        self._kept: dict[int, set[int]] = {}
+        if self.structure is None or not 1 < len(self.stages) == self.num_stages:
+            return
+        for stage in self.stages:
+            for layer, numbers in self.structure.read_beside(self.partition, stage).items():
+                self.reads_beside.setdefault(stage, []).extend((layer, number) for number in numbers)
+                self._kept.setdefault(layer, set()).update(numbers)
 
     @property
     def num_stages(self) -> int:
@@ -322,9 +341,10 @@ class PipelineModule:
         """After a layer of the stage that runs."""
         run, index = passed.run, passed.index
         self._seed(run, 2 * index + 3)
-        if run.backward or index != self.partition.layers_of(run.stage)[-1] or run.stage == self.num_stages - 1:
+        is_last = index == self.partition.layers_of(run.stage)[-1] and run.stage != self.num_stages - 1
+        if run.backward or not (is_last or index in self._kept):
             return output
-        return self._keep_payload(run, index, output)
+        return self._keep(run, index, output, is_payload=is_last)
 
     def _check_recomputed(self, run: StageRun, index: int, stage_of_layer: int, indices: list[int]) -> None:
         """What activation checkpointing runs again in the backward, with the random numbers of the first time."""
@@ -353,18 +373,21 @@ class PipelineModule:
             )
         run.position = index
 
-    def _keep_payload(self, run: StageRun, index: int, output: Any) -> Any:
-        """Keep the tensors that travel; the user's code goes on with copies, which it may change in place."""
+    def _keep(self, run: StageRun, index: int, output: Any, *, is_payload: bool) -> Any:
+        """Keep the tensors that travel, or that later stages on this rank read; the user's code goes on with copies, which it may
+        change in place."""
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
         template, leaves = tree.flatten(output)
-        if len(leaves) != len(expected.live) or not _same_template(template, expected.template):
+        if len(leaves) != len(expected.live) or not tree.same_template(template, expected.template):
             raise UnsupportedModuleError(
-                f"layer {index} of {self.structure.layers} returned {_describe(template)}, but "
-                f"{_describe(expected.template)} when {run.step_name} was traced: what a layer returns beside tensors "
+                f"layer {index} of {self.structure.layers} returned {tree.describe(template)}, but "
+                f"{tree.describe(expected.template)} when {run.step_name} was traced: what a layer returns beside tensors "
                 f"must not change from step to step under a pipeline"
             )
-        run.payload = [leaf for leaf, live in zip(leaves, expected.live, strict=True) if live]
+        if is_payload:
+            run.payload = [leaf for leaf, live in zip(leaves, expected.live, strict=True) if live]
+        run.kept |= {(index, number): leaves[number] for number in self._kept.get(index, ()) if number < len(leaves)}
         return tree.unflatten(template, [leaf.clone() for leaf in leaves])
 
     def _hand_on_received(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
@@ -381,13 +404,19 @@ class PipelineModule:
     def _nonlocal_output(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
-        return tree.unflatten(expected.template, self._blank_leaves(run, index, args, kwargs))
+        handed = {number: value for (layer, number), value in run.beside.items() if layer == index}
+        if not handed:
+            return tree.unflatten(expected.template, self._blank_leaves(run, index, args, kwargs))
+        count = len(expected.live)
+        blank = self._blank_leaves(run, index, args, kwargs) if len(handed) < count else [None] * count
+        leaves = [_own_copy(handed[number]) if number in handed else blank[number] for number in range(count)]
+        return tree.unflatten(expected.template, leaves)  # type: ignore[arg-type]
 
     def _blank_leaves(self, run: StageRun, index: int, args: Any, kwargs: Any) -> list[Tensor]:
         """Placeholders of the traced shapes, with the traced lengths replaced by those of the present input."""
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
-        present = _first_shape(args, kwargs)
+        present = tree.first_shape((args, kwargs))
         key = run.step_name, index, present, torch.is_inference_mode_enabled()
         known = self._blanks.get(key)
         if known is not None:
@@ -470,34 +499,6 @@ def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
     return nn.Parameter(value.detach().contiguous(), requires_grad=parameter.requires_grad)
 
 
-def _first_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of a layer's first tensor argument; () where it has none."""
-    if args and isinstance(args[0], Tensor):
-        return tuple(args[0].shape)
-    inputs = tree.tensors_of((args, kwargs))
-    return tuple(inputs[0].shape) if inputs else ()
-
-
 def _own_copy(received: Tensor) -> Tensor:
     """What user code may change in place: a leaf that waits for its gradient must not be."""
     return received.clone() if received.requires_grad else received
-
-
-def _same_template(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, tree.Leaf) or not tree.is_container(left):
-        try:
-            return bool(left == right) or not isinstance(left, (bool, int, float, str, tree.Leaf))
-        except Exception:
-            return True
-    mine: dict[Any, Any] = {}
-    theirs: dict[Any, Any] = {}
-    tree.map_children(lambda key, child: mine.setdefault(key, child), left)
-    tree.map_children(lambda key, child: theirs.setdefault(key, child), right)
-    return mine.keys() == theirs.keys() and all(_same_template(mine[k], theirs[k]) for k in mine)
-
-
-def _describe(template: Any) -> str:
-    text = str(tree.map_children(lambda _, c: "tensor" if isinstance(c, tree.Leaf) else c, template))
-    return "a tensor" if isinstance(template, tree.Leaf) else text[:120]

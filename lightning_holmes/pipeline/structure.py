@@ -16,14 +16,26 @@ BEFORE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
-    """A value that reaches a later place beside the hidden state, and the split points which it forbids."""
+    """A value that reaches a later place beside the hidden state, and the split points which it forbids.
+
+    ``output``: the layer, and which tensor of its output the value is; None where it is no layer's output. Stages on one rank hand
+    such tensors on to each other, so that only others are lost between them.
+    """
 
     first_split_point: int
     last_split_point: int
     what: str
+    output: tuple[int, int] | None = None
 
-    def forbids(self, split_point: int) -> bool:
-        """Whether the value would be lost at ``split_point``."""
+    @property
+    def reader(self) -> int:
+        """The position that reads it."""
+        return self.last_split_point + 1
+
+    def forbids(self, split_point: int, *, one_rank: bool = False) -> bool:
+        """Whether the value would be lost at ``split_point``; ``one_rank``: all stages are on one."""
+        if one_rank and self.output is not None:
+            return False
         return self.first_split_point <= split_point <= self.last_split_point
 
 
@@ -68,8 +80,25 @@ class ModuleStructure:
         """The length of the layer list."""
         return len(self.layer_names)
 
-    def check_partition(self, partition: Partition) -> None:
-        """Refuse a partition with a stage that has no layer, or with a split point that loses a value.
+    def forbidden_cuts(self, *, one_rank: bool = False) -> list[int]:
+        """The split points that lose a value; ``one_rank``: all stages are on one."""
+        points = range(self.num_layers - 1)
+        return [point for point in points if any(b.forbids(point, one_rank=one_rank) for b in self.bypasses)]
+
+    def read_beside(self, partition: Partition, stage: int) -> dict[int, list[int]]:
+        """Of layers before those of ``stage``, but for the last one of these, whose output comes in anyway: which tensors of their
+        outputs the stage reads."""
+        found: dict[int, set[int]] = {}
+        for bypass in self.bypasses:
+            if bypass.output is not None and self.stage_at(partition, bypass.reader) == stage:
+                layer, number = bypass.output
+                if layer < partition.layers_of(stage)[0] - 1:
+                    found.setdefault(layer, set()).add(number)
+        return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
+
+    def check_partition(self, partition: Partition, *, one_rank: bool = False) -> None:
+        """Refuse a partition with a stage that has no layer, or with a split point that loses a value; ``one_rank``: all stages are
+        on one.
 
         Raises:
             UnsupportedModuleError: names the stage, or the value and the split point, and what would do.
@@ -83,9 +112,10 @@ class ModuleStructure:
             )
         for stage in range(partition.num_stages - 1):
             split_point = partition.layers_of(stage)[-1]
-            lost = [b for b in self.bypasses if b.forbids(split_point)]
+            lost = [b for b in self.bypasses if b.forbids(split_point, one_rank=one_rank)]
             if lost:
-                free = [c for c in range(self.num_layers - 1) if not any(b.forbids(c) for b in self.bypasses)]
+                cuts = self.forbidden_cuts(one_rank=one_rank)
+                free = [point for point in range(self.num_layers - 1) if point not in cuts]
                 cure = (
                     f"split points that lose nothing lie after the layers {free}: choose layer counts by partition=[...]"
                     if free

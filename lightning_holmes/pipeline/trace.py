@@ -449,6 +449,7 @@ class Tracer:
                             first_split_point=first,
                             last_split_point=reader - 1,
                             what=f"{what}, read {self._where(reader)}",
+                            output=(position, index) if kind == "output" and index >= 0 else None,
                         )
                     )
             for reader in _readers(self.read_at, bit) if stale else ():

@@ -149,3 +149,31 @@ def unflatten(template: Any, leaves: list[Tensor]) -> Any:
     if isinstance(template, Leaf):
         return leaves[template.index]
     return map_children(lambda _, child: unflatten(child, leaves), template)
+
+
+def first_shape(value: Any) -> tuple[int, ...]:
+    """The shape of a tree's first tensor; () where it has none."""
+    inputs = tensors_of(value)
+    return tuple(inputs[0].shape) if inputs else ()
+
+
+def same_template(left: Any, right: Any) -> bool:
+    """Whether two templates are of the same containers and the same constants, as far as these can be compared."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Leaf) or not is_container(left):
+        try:
+            return bool(left == right) or not isinstance(left, (bool, int, float, str, Leaf))
+        except Exception:
+            return True
+    mine: dict[Any, Any] = {}
+    theirs: dict[Any, Any] = {}
+    map_children(lambda key, child: mine.setdefault(key, child), left)
+    map_children(lambda key, child: theirs.setdefault(key, child), right)
+    return mine.keys() == theirs.keys() and all(same_template(mine[k], theirs[k]) for k in mine)
+
+
+def describe(template: Any) -> str:
+    """A template in a few words."""
+    text = str(map_children(lambda _, c: "tensor" if isinstance(c, Leaf) else c, template))
+    return "a tensor" if isinstance(template, Leaf) else text[:120]

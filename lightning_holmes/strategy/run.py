@@ -162,7 +162,7 @@ class Run:
         if structure is None:
             return "it runs through no list of layers"
         try:
-            structure.check_partition(partition)
+            structure.check_partition(partition, one_rank=len(self.pipeline.stages) == partition.num_stages)
             structure.check_chunks(len(self.pipeline.stages))
         except UnsupportedModuleError as error:
             return str(error)

@@ -72,7 +72,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
         ),
     )
     if structure is not None:
-        structure.check_partition(plan.partition)
+        structure.check_partition(plan.partition, one_rank=layout.placement.pipeline_parallel_size == 1)
     return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers, sharded_parameters=in_shards)
 
 
@@ -136,9 +136,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     kept = _kept(request, structure)
     if kept is not None:
         return repeat_plan(options, kept, reason="as in the run before, so that every rank keeps its part")
-    forbidden = [
-        point for point in range(structure.num_layers - 1) if any(b.forbids(point) for b in structure.bypasses)
-    ]
+    forbidden = _forbidden_cuts(request, structure, size)
     without = functools.partial(
         plan_by_count,
         options,
@@ -170,11 +168,19 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     notes = [guessed] if guessed else []
     if options.pipeline_parallel_size == "auto" and isinstance(options.partition, str):
         lengths = _other_lengths(request, structure)
-        made = {length: _cost_model(_with_pipeline(request, length), costs, forbidden) for length in lengths}
+        made = {
+            length: _cost_model(_with_pipeline(request, length), costs, _forbidden_cuts(request, structure, length))
+            for length in lengths
+        }
         # beside links that are known, a length that needs others would be compared by a guess
         comparable = {length: found[:2] for length, found in made.items() if bool(found[2]) == bool(guessed)}
         notes += _tell_others(choice, choose, comparable)
     return replace(choice, notes=(*choice.notes, *notes))
+
+
+def _forbidden_cuts(request: PlanRequest, structure: ModuleStructure, pipeline_parallel_size: int) -> list[int]:
+    """The split points that lose a value; one rank has several stages only where they run breadth-first."""
+    return structure.forbidden_cuts(one_rank=pipeline_parallel_size == 1 and request.options.is_layered)
 
 
 def _other_lengths(request: PlanRequest, structure: ModuleStructure) -> list[int]:

@@ -6,29 +6,45 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from kept_output_cases import FAMILIES, WIDTH, UNet, fit, fit_all
+from launch import launch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline.trace import trace_step
+from lightning_holmes.plan.partition import Partition
+
+
+class Keeping(nn.Linear):
+    """Leaves a value on itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.kept = super().forward(hidden)
+        return self.kept.sin()
 
 
 class Blocks(pl.LightningModule):
-    """Six layers; ``skips``: the first one's output is read after the third one, beside the hidden state."""
+    """Six layers; ``keeps``: a value from inside the second one is read after the third one."""
 
-    def __init__(self, *, skips: bool = False, counts: bool = False) -> None:
+    def __init__(self, *, keeps: bool = False, counts: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.skips, self.counts, self.calls = skips, counts, 0
+        self.layers = nn.ModuleList(Keeping() if keeps and n == 1 else nn.Linear(4, 4) for n in range(6))
+        self.keeps, self.counts, self.calls = keeps, counts, 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.counts:
             self.calls += 1
-        hidden, kept = batch, batch
+        hidden = batch
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden).tanh() + (kept if self.skips and index == 2 else 0)
-            kept = hidden if index == 0 else kept
+            hidden = layer(hidden).tanh()
+            if self.keeps and index == 2:
+                hidden = hidden + self.layers[1].kept  # type: ignore[operator]
         return hidden.square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -73,7 +89,7 @@ def fitted(module: pl.LightningModule, strategy: Any, folder: Path) -> dict[str,
     ("make", "counts", "note"),
     [
         (Blocks, (1, 1, 1, 1, 1, 1), "num_chunks: 6, a layer a stage"),
-        (lambda: Blocks(skips=True), (1, 3, 1, 1), "num_chunks: 4, as many stages as can be without losing a value"),
+        (lambda: Blocks(keeps=True), (1, 3, 1, 1), "num_chunks: 4, as many stages as can be without losing a value"),
         (lambda: Blocks(counts=True), (6,), "num_chunks: 1, so that nothing is layered: the step changes calls"),
         (NoList, (1,), "num_chunks: 1, so that nothing is layered: ConfigurationError: NoList has no nn.ModuleList"),
     ],
@@ -95,10 +111,10 @@ def test_as_many_stages_as_the_module_allows_with_the_numbers_of_plain_lightning
     [
         (Blocks, {"num_chunks": 7}, ConfigurationError, "6 layers cannot fill 7 stages"),
         (
-            lambda: Blocks(skips=True),
+            lambda: Blocks(keeps=True),
             {"partition": [2, 2, 2]},
             UnsupportedModuleError,
-            "would lose output 0 of layer 0",
+            "would lose a value computed inside layer 1",
         ),
         (lambda: Blocks(counts=True), {"num_chunks": 3}, UnsupportedModuleError, "the step changes calls before"),
         (NoList, {"num_chunks": 2}, ConfigurationError, "no nn.ModuleList or nn.Sequential"),
@@ -109,3 +125,37 @@ def test_what_is_asked_for_and_cannot_be_had_is_refused(
 ) -> None:
     with pytest.raises(error, match=reason):
         fitted(make(), HolmesStrategy(schedule="breadth_first", num_microbatches=2, **options), tmp_path)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    (state, logs), (wanted, wanted_logs) = found[:2], expected[:2]
+    assert logs == pytest.approx(wanted_logs, rel=1e-5)
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_that_are_read_again_are_handed_to_the_stages_of_their_rank(name: str, tmp_path: Path) -> None:
+    """Baseline: plain Lightning, 1e-5; also in validation, with ragged microbatches, and with parameters in shards."""
+    expected = fit(name, "auto", tmp_path)
+    for options in ({"num_microbatches": 1}, {"num_microbatches": 3, "partition": [1, 3, 2]}):
+        *found, strategy = fit(name, HolmesStrategy(schedule="breadth_first", **options), tmp_path)
+        assert_same(found, expected)
+        assert strategy.plan.partition.layer_counts == tuple(options.get("partition", [1] * 6))
+    assert_same(fit(name, HolmesStrategy(sharded_parameters=True, num_microbatches=2), tmp_path), expected)
+
+
+def test_outputs_that_are_read_again_with_parameters_in_shards_on_two_ranks(tmp_path: Path) -> None:
+    ranks = launch(2, f"{fit_all.__module__}:fit_all", str(tmp_path), timeout_s=120)
+    for name in FAMILIES:
+        expected = fit(name, "auto", tmp_path)
+        for rank in ranks:
+            assert_same(rank[name], expected)
+            assert rank[name][2] == (1,) * 6
+
+
+def test_between_ranks_such_outputs_are_refused_by_name(tmp_path: Path) -> None:
+    structure = trace_step(UNet(), "training_step", (torch.randn(4, WIDTH), 0))
+    assert structure.forbidden_cuts(one_rank=True) == []
+    with pytest.raises(UnsupportedModuleError, match=r"would lose output 0 of layer 0, read in layer 5"):
+        structure.check_partition(Partition((3, 3)))

@@ -122,6 +122,25 @@ def compare_with_plain_loop(case: Case) -> None:
         torch.testing.assert_close(state[f"buffer {name}"], buffer, msg=lambda m, n=name: f"{n}: {m}")
 
 
+BESIDE = ("UNetSkips", "DenseNet", "LogsFloatBetween", "EarlyExit", "CountBetween", "NumpyBetween")
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_values_beside_the_hidden_state_are_exact_between_stages_of_one_rank(name: str) -> None:
+    """Refused between ranks; here a layer a stage, all microbatches through one before the next."""
+    case = next(c for c in CASES if c.name == name)
+    assert case.refused
+    module, batch = case.make()
+    layers = 6 if name == "UNetSkips" else 4
+    options = {"pipeline_parallel_size": 1, "schedule": "breadth_first", "num_chunks": layers}
+    case = dataclasses.replace(case, options=options)
+    report = lightning_holmes.check(module, batch, **options)
+    assert report.refused is None and report.stages == (1,) * layers
+    assert all(row.ok for row in report.rows)
+    if not case.random:
+        compare_with_plain_loop(case)
+
+
 def test_checkpointing_recomputes_the_same_dropout_around_layers() -> None:
     def gradients(wrap: bool) -> dict[str, Tensor]:
         case = next(c for c in CASES if c.name == "CheckpointedDropout")
