@@ -6,6 +6,7 @@ warning.
 
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,13 @@ def whole_checkpoints(paths: set[str], folder: Path) -> set[str]:
                 return {str(other)}
             break
     return set()
+
+
+def newest_whole(folders: Iterable[str], since: float) -> str | None:
+    """The youngest whole checkpoint of these folders that was written after a moment, in seconds since the epoch."""
+    found: list[tuple[float, Path]] = []
+    for folder in folders:
+        if Path(folder).is_dir():
+            found += [(path.stat().st_mtime, path) for path in Path(folder).iterdir() if path.suffix == ".ckpt"]
+    younger = sorted(((at, path) for at, path in found if at >= since), reverse=True)
+    return next((str(path) for _, path in younger if not problems(path)), None)

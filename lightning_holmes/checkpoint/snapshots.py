@@ -8,6 +8,7 @@ Every host has its ranks' files, and copies of others' (copies.py). Of the snaps
 whole everywhere. What a snapshot holds is a checkpoint's content.
 """
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -19,12 +20,10 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.copies import Copies, partner_of
@@ -37,9 +36,8 @@ from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "lightning_holmes"
-_LOCK, _BEGAN, _PROGRESS = "lock", "began", "step"
+_MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS = "mutex", "lock", "attempt", "began", "step"
 _DIGITS = 20
-_CLOCK_S = 1.0  # to which a file's time and a process's can be compared
 _ENDED_S = 3600.0  # a job none of whose processes lives is not started again later than this
 _ROOM = 1.05  # of what is written, for headers and the manifest
 
@@ -93,24 +91,37 @@ class SnapshotFolder:
             found = self._job.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 raise OSError("it is another user's, or others can write to it")
-            self._lock = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            self._read_attempts()
+            with _alone(self._job / _MUTEX):
+                attempt = self._begin_attempt()
+                self.path.mkdir(mode=0o700, exist_ok=True)
+                self._look_back(attempt)
         except OSError as error:
             raise ConfigurationError(
                 f"snapshot_every_n_steps needs a folder in the memory of host {socket.gethostname()}, and {self._job} cannot be used: "
                 f"{error}. Name another one: HolmesStrategy(snapshot_folder=...)"
             ) from None
 
-    def _read_attempts(self) -> None:
-        """What attempts before this one have left, and begin this one."""
+    def _begin_attempt(self) -> int:
+        """Take the lock; the number of this attempt, which the first of its processes here counts."""
+        self._lock = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        path = self._job / _ATTEMPT
+        attempt = int(path.read_text()) if path.exists() else 0
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            attempt += 1
+            path.write_text(str(attempt))
+        except BlockingIOError:  # another rank, or this process for a fit before, has it
+            pass
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        return attempt
+
+    def _look_back(self, attempt: int) -> None:
+        """What attempts before this one have left of the fit."""
         path = self.path / _BEGAN
-        with contextlib.suppress(FileExistsError):
-            path.open("x").close()
-        found = path.stat().st_mtime
-        if found < psutil.Process().create_time() - _CLOCK_S:  # else another rank has made it, of this attempt
-            self.began = found
+        if not path.exists():
+            path.write_text(str(attempt))
+        elif int(path.read_text()) < attempt:
+            self.began = path.stat().st_mtime
         self._progress = os.open(self.path / _PROGRESS, os.O_CREAT | os.O_RDWR, 0o600)
         self.reached = int(os.pread(self._progress, _DIGITS, 0) or 0)
 
@@ -124,14 +135,33 @@ class SnapshotFolder:
             if path.is_dir():
                 atomic.delete(path)
 
-    def remove(self) -> None:
-        """Remove all that the job has here; other ranks of the host may do so too."""
-        shutil.rmtree(self._job, ignore_errors=True)
+    def remove_at_exit(self, *, well: bool) -> None:
+        """Have all that the job has here removed when the process ends without an exception, or not any more; other ranks of the host may do so
+        too. Until then a restart must know that there was something before."""
+        atexit.unregister(_remove_job)
+        if well:
+            atexit.register(_remove_job, self._job)
 
     def release(self) -> None:
         """Let go of the lock, as the process's end does."""
         os.close(self._lock)
         os.close(self._progress)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Inside, no other process of the host is inside."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_job(folder: Path) -> None:
+    if getattr(sys, "last_value", None) is None:  # the exception that ends a process
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_ended(folder: Path) -> None:
@@ -161,16 +191,13 @@ def find_newest(folder: Path, all_gather: Callable[[Any], list[Any]]) -> tuple[P
         for step, token, needed, files in found:
             present.setdefault((step, token), set()).update(files)
             wanted[step, token] = set(needed)
-    whole = [step for (step, token), names in wanted.items() if names <= present[step, token]]
-    return (folder / str(max(whole)), max(whole)) if whole else None
-
-
-def is_since(checkpoint: str, moment: float) -> bool:
-    """Whether a checkpoint, a file or a folder here, was written after a moment, in seconds since the epoch."""
-    try:
-        return os.stat(checkpoint).st_mtime >= moment
-    except OSError:
-        return False
+    whole = [key for key, names in wanted.items() if names <= present[key]]
+    if not whole:
+        return None
+    step, chosen = max(whole)
+    if any(found == step and token != chosen for found, token, *_ in here):
+        atomic.delete(folder / str(step))  # of another attempt, which did not come so far on all hosts
+    return folder / str(step), step
 
 
 class SnapshotManager(CheckpointManager):

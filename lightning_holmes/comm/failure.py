@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.comm.answer import answer_within
+from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
@@ -72,6 +73,8 @@ class FailureWatch:
         self.on_doubt: Callable[[Any], None] | None = None
         """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
         stuck. None: nobody asks any more."""
+        self.cards: CardWatch | None = None
+        """Fast cards of this rank; a run ends where one stays down."""
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
         self._cause: Failure | None = None
@@ -154,6 +157,19 @@ class FailureWatch:
         if self._store.add(self._key(_FIRST_KEY), 1) == 1:
             self._store.set(self._key(_KEY), json.dumps([rank, f"{UnevenDataError.__name__}: {words}"]))
 
+    def _look_at_cards(self) -> bool:
+        """End the run on all ranks where a card of this one stays down; whether it is so."""
+        lost = None if self.cards is None else self.cards.lost()
+        if lost is None:
+            return False
+        words = f"{lost}. Started again, the run goes on over Ethernet, or over the card if that is back"
+        if self._store.add(self._key(_FIRST_KEY), 1) == 1:
+            self._cause = Failure(self._rank, f"{ConnectionLostError.__name__}: {words}")
+            self._store.set(self._key(_KEY), json.dumps([self._cause.rank, self._cause.words]))
+        self._grace_s = _SILENCE_S  # the others read it meanwhile
+        self._end_process(f"[rank {self._rank}] ends, because {words}")
+        return True
+
     def _answer(self) -> None:
         asked = self.on_doubt
         if asked is not None and self._store.check([self._key(_DOUBT_KEY)]):
@@ -211,6 +227,8 @@ class FailureWatch:
                 if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
                 self._answer()
+                if self._look_at_cards():
+                    return
                 self._compare_absence()
                 self._leave()
                 self._cause = cause = self._look() or self._cause

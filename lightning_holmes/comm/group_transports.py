@@ -64,6 +64,23 @@ class GroupTransports:
             )
         return nic.interface
 
+    def fast_card(self, ranks: Sequence[int]) -> tuple[str, str] | None:
+        """The interface of this rank's RDMA card for a group, and the card in words; None where it uses none."""
+        choice = self.choose(ranks)
+        nic = None if choice is None or not choice.is_rdma else choice.nic_of(self._rank)
+        if (
+            nic is None
+            or nic.interface is None
+            or self._chooser is None
+            or self._user.get("GLOO_SOCKET_IFNAME") is not None
+        ):
+            return None
+        address = f", {nic.addresses[0]}" if nic.addresses else ""
+        return (
+            nic.interface,
+            f"the {nic.kind} card {nic.name} ({nic.interface}{address}) of host {self._chooser.host(self._rank).name}",
+        )
+
     def host_interface(self) -> str | None:
         """The Ethernet interface of this rank for messages between hosts, or the user's; None: gloo's own choice."""
         named = self._user.get("GLOO_SOCKET_IFNAME")

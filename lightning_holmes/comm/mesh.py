@@ -113,6 +113,19 @@ class GroupBuilder:
         ends = self._transports.ends(ranks, on_host=on_host) or f"ranks {', '.join(map(str, ranks))}"
         return f"the group {group.group_desc} ({transport}; {ends})"
 
+    def fast_cards(self) -> dict[str, str]:
+        """By the interface of each RDMA card that this rank's groups use, what is to be told if it goes down."""
+        users: dict[tuple[str, str], list[dist.ProcessGroup]] = {}
+        for group in self.owned:
+            card = self._transports.fast_card(dist.get_process_group_ranks(group))
+            if card is not None and group.group_desc not in self._on_host:
+                users.setdefault(card, []).append(group)
+        return {
+            interface: f"{card} went down, which {self.describe(groups[0])}"
+            f"{f' and {len(groups) - 1} more groups use' if len(groups) > 1 else ' uses'}"
+            for (interface, card), groups in users.items()
+        }
+
     def keep(self, group: dist.ProcessGroup | None) -> None:
         """Never release a group that DTensors use: torch remembers how operators lay out their results, and gives those
         of a later, equal DeviceMesh the mesh, and so the groups, of the first (torch 2.13, its sharding cache)."""

@@ -4,8 +4,11 @@ Every rank must be able to reach every other one there, which no RDMA fabric tha
 """
 
 import contextlib
+import math
 import os
 import socket
+import time
+import uuid
 from collections.abc import Generator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_holmes.comm.user_settings import UserSettings, set_own
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError
 from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
@@ -23,6 +26,8 @@ _BACKLOG = 4096  # ranks that connect at once, as the kernel allows
 _TORCHS_PREFIX = (
     "default_pg"  # which the other ranks' keys have; init_process_group puts it before none that it is given
 )
+_PROPOSED = "holmes/meeting"
+_PAUSE_S = 0.01
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
@@ -54,24 +59,61 @@ def connect_world(
         if user.get("NCCL_NET") is None:
             options["pg_options"] = nccl_options("Socket")
     with _environment(variables):
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        if attempt:
-            options["store"] = _store_of_attempt(environment, attempt, timeout)
-        elif environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            options["store"] = _store_of_attempt(environment, timeout)
+        elif environment.global_rank() == 0:
             kept = _keep_store(environment, timeout, several_hosts=several_hosts)
             options |= {} if kept is None else {"store": kept}
         init_dist_connection(environment, backend, timeout=timeout, **options)
 
 
-def _store_of_attempt(environment: ClusterEnvironment, attempt: int, timeout: timedelta | None) -> Any:
+def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
     """torchrun's store outlives a restart, and with it the addresses of processes that are gone, which whoever is early would
     connect to (torch 2.13): each attempt has keys of its own."""
+    rank, size = environment.global_rank(), environment.world_size()
     given = {} if timeout is None else {"timeout": timeout}
-    made = dist.rendezvous("env://", environment.global_rank(), environment.world_size(), **given)  # type: ignore[attr-defined]
+    made = dist.rendezvous("env://", rank, size, **given)  # type: ignore[attr-defined]
     store, _, _ = next(made)
     if timeout is not None:
         store.set_timeout(timeout)
-    return dist.PrefixStore(f"holmes/attempt{attempt}", store)  # type: ignore[attr-defined]
+    attempt = meet_in_store(store, rank, size, timeout_s=math.inf if timeout is None else timeout.total_seconds())
+    return dist.PrefixStore(f"holmes/attempt/{attempt}", store)  # type: ignore[attr-defined]
+
+
+def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
+    """A name that all ranks of today get, and none has got before. All must call.
+
+    torchrun counts restarts for each host by itself: one that has joined later has another number. So rank 0 proposes a name, the others say
+    who they are under it, and it holds if all have: what ranks that are gone have left in the store is nobody's answer.
+
+    Raises:
+        ConnectionLostError: not all ranks have come in time.
+    """
+    own = uuid.uuid4().hex
+    end = time.monotonic() + timeout_s
+    if rank == 0:
+        others = [f"holmes/meeting/{own}/{other}" for other in range(1, size)]
+        while not all(store.check([key]) for key in others):
+            store.set(_PROPOSED, own)
+            _wait_until(end, "not all ranks have come to the job's store")
+        store.set(f"holmes/meeting/{own}/all", " ".join(store.get(key).decode() for key in others))
+        return own
+    while True:
+        if store.check([_PROPOSED]):
+            proposed = store.get(_PROPOSED).decode()
+            answer, everyone = f"holmes/meeting/{proposed}/{rank}", f"holmes/meeting/{proposed}/all"
+            if store.check([everyone]):
+                if own in store.get(everyone).decode().split():
+                    return str(proposed)
+            else:
+                store.set(answer, own)
+        _wait_until(end, "rank 0 has not come to the job's store, or not all others have")
+
+
+def _wait_until(end: float, what: str) -> None:
+    if time.monotonic() > end:
+        raise ConnectionLostError(f"{what} within the timeout (HolmesStrategy(timeout=...))")
+    time.sleep(_PAUSE_S)
 
 
 def _keep_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:

@@ -23,6 +23,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
+from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
@@ -67,6 +68,7 @@ class Connection:
         self.watch: FailureWatch | None = None
         self._environment = environment
         self._has_groups = False
+        self._cards: dict[str, str] = {}
 
     @property
     def master(self) -> str | None:
@@ -106,6 +108,7 @@ class Connection:
             announce(default_store(), rank=self.rank, host=host)
         if self.watch is None:
             self.watch = FailureWatch(default_store(), self.rank, self.world_size)
+            self._watch_cards(self.watch)
             if not self._has_groups:
                 self.watch.on_doubt = functools.partial(tell_blocked, rank=self.rank, world_size=self.world_size)
         if refusal is not None:  # now that the others, which may have nothing to refuse, will be told
@@ -121,11 +124,20 @@ class Connection:
             return refusal
         return None
 
-    def settle(self) -> None:
-        """All groups are connected: whatever breaks from now on was reachable."""
-        self._has_groups = True
+    def settle(self, cards: dict[str, str]) -> None:
+        """All groups are connected: whatever breaks from now on was reachable.
+
+        Args:
+            cards: the fast ones that they use, as :class:`CardWatch` takes them.
+        """
+        self._has_groups, self._cards = True, cards
         if self.watch is not None:
             self.watch.on_doubt = None
+            self._watch_cards(self.watch)
+
+    def _watch_cards(self, watch: FailureWatch) -> None:
+        if self._cards:
+            watch.cards = CardWatch(self._cards)
 
     def close(self) -> None:
         """Watch no more; WORLD stays, for a later run."""

@@ -54,7 +54,7 @@ class Job:
             facts=agreement.version_facts() | facts,
             sent_dtype=options.sent_dtype,
         )
-        connection.settle()
+        connection.settle(self.layout.groups.builder.fast_cards())
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

@@ -19,12 +19,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes.checkpoint import Job as Membership
+from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest, is_since
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_private import data_fetcher, is_searching, loaders_of
+from lightning_holmes.lightning_private import checkpoint_folder, data_fetcher, is_searching, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -41,6 +43,8 @@ class Resumed:
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
+    batch_size: int | None
+    num_microbatches: int
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
         """This rank's, or in another layout that of the first rank that loaded the same samples."""
@@ -73,10 +77,13 @@ class Snapshots:
         """The fit has come to its batches: what others run before in its loops (searches for learning rates) is none of it."""
         self.chosen: str | None = None
         """The snapshot that the fit begins from."""
+        self.num_microbatches: int | None = None
+        """Of a replica's batch, where other replicas than before share the samples."""
         self._trainer = trainer
         self._every = every
         self._device = device
         self._member = member
+        self._started = 0  # the step that the fit began from
         self._step: int | None = None  # of the last snapshot
         self._taken_at = 0.0
         self._pause_s = 0.0
@@ -96,7 +103,7 @@ class Snapshots:
         if not self.is_active or self._is_accumulating or is_searching(trainer):
             return False
         if self._step is None:
-            return step > 0
+            return step > self._started
         if step == self._step:
             return False
         if self._every != "auto":
@@ -129,12 +136,20 @@ class Snapshots:
 
     def take_last(self) -> None:
         """Take one and wait until it is whole, before all leave."""
-        if self.is_active and not self._is_accumulating and self._trainer.global_step not in (0, self._step):
+        if (
+            self.is_active
+            and not self._is_accumulating
+            and self._trainer.global_step not in (self._started, self._step)
+        ):
             self.take()
         self.manager.settle(self._member)
 
-    def describe(self, checkpoint: dict[str, Any]) -> None:
-        """Add to ``checkpoint`` what a resumed fit needs beside. All ranks must call."""
+    def describe(self, checkpoint: dict[str, Any], num_microbatches: int) -> None:
+        """Add to ``checkpoint`` what a resumed fit needs beside. All ranks must call.
+
+        Args:
+            num_microbatches: of a replica's batch.
+        """
         member = self._member
         epoch = self._trainer.current_epoch
         if self._epoch is None or self._epoch[0] != epoch:
@@ -155,6 +170,8 @@ class Snapshots:
             "now": [states for _, states in everyone],
             "pass_began": None if began is None else list(began),
             "first_fetch": None if first is None else list(first),
+            "batch_size": _batch_size(loaders_of(self._trainer.fit_loop)),
+            "num_microbatches": num_microbatches,
         }
 
     # going on from one
@@ -178,10 +195,8 @@ class Snapshots:
         began = [at for at, _ in attempts if at is not None]
         if not began:
             return find_checkpoint(ckpt_path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is none
-            newest = find_checkpoint("last")
-        if newest is not None and member.broadcast(is_since(newest, min(began))):
+        newest = member.broadcast(newest_whole(self._checkpoint_folders(), since=min(began)))
+        if newest is not None:
             self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
             return newest
         self._tell(
@@ -189,9 +204,16 @@ class Snapshots:
         )
         return find_checkpoint(ckpt_path)
 
+    def _checkpoint_folders(self) -> list[str]:
+        callbacks = self._trainer.checkpoint_callbacks
+        return [checkpoint_folder(c, self._trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+
     def _tell(self, where: str) -> None:
+        self._say(f"this job was started again, and goes on {where}")
+
+    def _say(self, words: str) -> None:
         if self._member.rank == 0:
-            print(f"this job was started again, and goes on {where}", flush=True)
+            print(words, flush=True)
 
     def resume(self, loaded: Mapping[str, Any]) -> None:
         """Note what the snapshot that the fit begins from says.
@@ -201,14 +223,30 @@ class Snapshots:
         """
         self._resumed = resumed = Resumed(**loaded[KEY])
         self._step = resumed.step
-        member, saved = self._member, len(set(resumed.replicas))
-        if saved != member.num_replicas:
+        saved = len(set(resumed.replicas))
+        if saved != self._member.num_replicas:
             states = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or []
-            if not states or not all(SAMPLES_SEEN in state for state in states):
-                raise ConfigurationError(
-                    f"the snapshot of step {resumed.step} was taken by {saved} replicas, and {member.num_replicas} are left, whose loaders "
-                    f"cannot go on with their samples: start with as many replicas, or from a checkpoint of an epoch's end"
-                )
+            counted = bool(states) and all(SAMPLES_SEEN in state for state in states)
+            self._keep_whole_batch(resumed, saved, counted=counted)
+
+    def _keep_whole_batch(self, resumed: Resumed, saved: int, *, counted: bool) -> None:
+        """Let fewer or more replicas train on the same batches, in as many microbatches in all: of the same samples each."""
+        count, data = self._member.num_replicas, self._trainer.datamodule  # type: ignore[attr-defined]
+        whole, parts = (resumed.batch_size or 0) * saved, resumed.num_microbatches * saved
+        refusal = ""
+        if not counted or not whole or getattr(data, "batch_size", None) != resumed.batch_size:
+            refusal = "only data modules that count the samples of all replicas, as lightning_holmes.data's, can give them the same batches"
+        elif whole % count or parts % count:
+            refusal = f"a batch of {whole} samples in {parts} microbatches is not divided by {count}"
+        if refusal:
+            raise ConfigurationError(
+                f"the snapshot of step {resumed.step} was taken by {saved} replicas, and {count} are left: {refusal}. Start with {saved} replicas "
+                f"again (pipeline_parallel_size decides how many hosts make one), or, to begin anew, remove {self.folder.path}"
+            )
+        data.batch_size, self.num_microbatches = whole // count, parts // count
+        self._say(
+            f"{saved} replicas took it; {count} go on with batches of {whole // count} in {parts // count} microbatches each"
+        )
 
     def note_loader(self, loader: object) -> None:
         """A loader has been made: its first pass begins with the random numbers of now."""
@@ -221,6 +259,8 @@ class Snapshots:
         advance, on_run_start = loop.advance, loop.on_run_start
 
         def begin_pass(fetcher: Any) -> None:
+            if self._pass_began is None:
+                self._started = self._trainer.global_step
             self._note_pass(loop)
             on_run_start(fetcher)
 
@@ -271,6 +311,7 @@ class Snapshots:
 
     def close(self, *, well: bool) -> None:
         """At the fit's end. Where it has ended well on all ranks nothing is left of the snapshots."""
+        self.folder.remove_at_exit(well=well)
         if well:
             self.manager.settle(self._member)
             self.folder.clear()
@@ -279,3 +320,9 @@ class Snapshots:
                 self.manager.finish(failed=True, alone=self._member.size == 1)
             except Exception as error:  # the run's own failure is what is told
                 warnings.warn(f"a snapshot was not written: {error}")
+
+
+def _batch_size(loaders: list[Any]) -> int | None:
+    """Of the training loader, if there is one, and it has one."""
+    found = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
+    return found if isinstance(found, int) else None

@@ -11,13 +11,14 @@ Fit, which tell their plan and their optimizer's names and shards also after the
 import gc
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -364,9 +365,13 @@ class HolmesStrategy(ParallelStrategy):
         publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
 
     def _compare_with_launcher(self) -> None:
-        """Refuse a trainer that counts processes otherwise than who has started them; Lightning compares for some launchers."""
+        """Refuse a trainer that counts processes otherwise than who has started them; Lightning compares for some launchers. With snapshots
+        torchrun's number of hosts counts, which may be another one after a restart."""
         assert self.cluster_environment is not None
         started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        elastic = self._options.snapshot_every_n_steps and isinstance(self.cluster_environment, TorchElasticEnvironment)
+        if elastic and started % self.num_processes == 0:  # torchrun --nnodes=MIN:MAX
+            self.num_nodes, asked = started // self.num_processes, started
         if started != asked:
             raise ConfigurationError(
                 f"{type(self.cluster_environment).__name__} says that {started} processes were started, but Trainer(num_nodes="
@@ -415,9 +420,12 @@ class HolmesStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._builder = self._builder or self._make_builder()
         deterministic = torch.are_deterministic_algorithms_enabled()
+        options = self._options.without_measuring() if deterministic else self._options
+        if self._snapshots is not None and self._snapshots.num_microbatches is not None:
+            options = replace(options, num_microbatches=self._snapshots.num_microbatches)
         context = RunContext(
             job=self._joined,
-            options=self._options.without_measuring() if deterministic else self._options,
+            options=options,
             builder=self._builder,
             resumption=self._resumption,
             splitter=self._splitter,
@@ -452,7 +460,11 @@ class HolmesStrategy(ParallelStrategy):
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self._run is not None and self._run.ends_together:
+        if (
+            isinstance(exception, SIGTERMException | KeyboardInterrupt)
+            and self._run is not None
+            and self._run.ends_together
+        ):
             return  # no rank has failed, and callbacks may save
         if self._fit is not None:
             self._fit.abandon()
@@ -638,7 +650,7 @@ class HolmesStrategy(ParallelStrategy):
         if ours is not None:
             with self._lifted():
                 if self._snapshots is not None and self._snapshots.is_taking:
-                    self._snapshots.describe(checkpoint)
+                    self._snapshots.describe(checkpoint, self._training.plan.num_microbatches)
                 ours.save(checkpoint, filepath, storage_options)
         elif self._options.save_distributed_checkpoint is not True:
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -72,14 +72,18 @@ def test_folders_are_the_users_alone_and_those_of_ended_jobs_go(tmp_path: Path) 
 
 
 def test_what_an_attempt_before_has_left_is_told_from_this_ones(tmp_path: Path) -> None:
-    first = SnapshotFolder(tmp_path, _NAME, 0)
-    first.note_step(12)
-    assert first.began is None
-    assert SnapshotFolder(tmp_path, _NAME, 0).began is None, "another rank of this attempt"
-    os.utime(first.path / "began", (1000.0, 1000.0))
-    again = SnapshotFolder(tmp_path, _NAME, 0)
-    assert (again.began, again.reached) == (1000.0, 12)
-    assert SnapshotFolder(tmp_path, _NAME, 1).began is None, "the next fit of the process"
+    ranks = [SnapshotFolder(tmp_path, _NAME, 0) for _ in range(2)]
+    ranks[1].note_step(12)
+    assert [rank.began for rank in ranks] == [None, None]
+    ranks.append(SnapshotFolder(tmp_path, _NAME, 1))
+    assert ranks[-1].began is None, "the next fit of the process"
+    for rank in ranks:
+        rank.release()
+    again = [SnapshotFolder(tmp_path, _NAME, 0) for _ in range(2)]
+    at = (again[0].path / "began").stat().st_mtime
+    assert [(rank.began, rank.reached) for rank in again] == [(at, 12)] * 2
+    assert SnapshotFolder(tmp_path, _NAME, 1).began is not None
+    assert SnapshotFolder(tmp_path, _NAME, 2).began is None, "to which no attempt has come"
 
 
 def test_the_newest_snapshot_is_one_whose_parts_the_hosts_have_together(tmp_path: Path) -> None:

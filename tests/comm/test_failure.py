@@ -8,6 +8,7 @@ from launch import launch, launch_raw
 from lost_connections import raise_in
 
 from lightning_holmes.comm import failure
+from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.uncaught import line_of, one_line, show_as
 from lightning_holmes.errors import RemoteError
 
@@ -152,3 +153,24 @@ def test_ranks_that_wait_for_each_other_say_that_the_store_is_gone_and_end(tmp_p
 def test_a_rank_that_is_in_its_run_when_rank_0_has_ended_well_goes_on() -> None:
     ended = launch(3, "lost_connections:lose_store", {"ends well": True, "poll_s": 0.01})
     assert ended == ["ended", "went on", "went on"]
+
+
+def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("lightning_holmes.comm.cards.time.monotonic", lambda: clock[0])
+    for name, state in (("ib0", "up"), ("ib1", "down")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+    cards = CardWatch({"ib0": "the card ib0 went down", "ib1": "never up", "ib2": "not there"}, tmp_path)
+    for second in range(30):  # down for four seconds of six
+        clock[0] += 1.0
+        (tmp_path / "ib0" / "operstate").write_text("up" if second % 6 > 3 else "down")
+        assert cards.lost() is None
+    (tmp_path / "ib0" / "operstate").write_text("down")
+    told = []
+    for _ in range(7):
+        told.append(cards.lost())
+        clock[0] += 1.0
+    assert told[:5] == [None] * 5 and told[5] == f"the card ib0 went down ({tmp_path}/ib0/operstate says 'down')"

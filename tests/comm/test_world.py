@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_holmes.comm import world
 from lightning_holmes.comm.user_settings import UserSettings
+from lightning_holmes.errors import ConnectionLostError
 
 
 def listening() -> list[str]:
@@ -57,3 +59,25 @@ def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> 
         taken.listen()
         Elsewhere.main_address, Elsewhere.main_port = taken.getsockname()
         assert world._keep_store(Elsewhere(), None, several_hosts=False) is None
+
+
+def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() -> None:
+    """Ranks come in any order, and one attempt has fewer; what was left before is nobody's answer."""
+    store, names = dist.HashStore(), []
+    for ranks in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 2, 0]):
+        given: dict[int, str] = {}
+
+        def meet(rank: int, size: int = len(ranks), given: dict[int, str] = given) -> None:
+            given[rank] = world.meet_in_store(store, rank, size, timeout_s=20.0)
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+            thread.join(0.05)  # those who can end do
+        for thread in threads:
+            thread.join(20.0)
+        assert sorted(given) == sorted(ranks)
+        names += set(given.values())
+    assert len(names) == len(set(names)) == 4
+    with pytest.raises(ConnectionLostError, match="not all ranks have come"):
+        world.meet_in_store(store, 0, 2, timeout_s=0.05)

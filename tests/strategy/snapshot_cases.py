@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -39,7 +40,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(LightningModule):
-    def __init__(self, kill: dict[str, int]) -> None:
+    def __init__(self, kill: dict[str, Any]) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
@@ -52,7 +53,7 @@ class Net(LightningModule):
             self.kill["rank"],
             self.kill["step"],
         ):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, self.kill.get("signal", "SIGKILL")))
         return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -87,6 +88,8 @@ def train(options: dict[str, Any]) -> str:
         "bucket_bytes": 1 << 20,
     } | options.get("strategy", {})
     workers = options.get("workers", 0)
+    checkpoints = options.get("checkpoints")
+    kept = [ModelCheckpoint(checkpoints, save_top_k=-1, every_n_train_steps=3)] if checkpoints else []
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -97,11 +100,11 @@ def train(options: dict[str, Any]) -> str:
         val_check_interval=2,
         limit_val_batches=1,
         logger=False,
-        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}")],
+        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept],
+        enable_checkpointing=bool(kept),
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options.get("trainer", {"enable_checkpointing": False}),
     )
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
     module = Net(options.get("kill", {}))

@@ -36,7 +36,9 @@ def train_until_told(options: dict[str, Any]) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2 and int(os.environ["RANK"]) in options["ranks"]:
-                os.kill(os.getpid(), told)
+                options["ranks"] = []  # once, and not in each microbatch
+                for _ in range(options.get("times", 1)):
+                    os.kill(os.getpid(), told)
             return self.layers(batch[0]).square().mean()
 
         def configure_optimizers(self) -> Any:
@@ -72,7 +74,9 @@ def train_until_told(options: dict[str, Any]) -> None:
         (folder / name).write_text(json.dumps({"step": trainer.global_step, "losses": losses.found}))
 
 
-def run(options: dict[str, Any], folder: Path, environment: Any = None) -> list[dict[str, Any]]:
+def run(
+    options: dict[str, Any], folder: Path, environment: Any = None, codes: tuple[int, ...] = (0, 0)
+) -> list[dict[str, Any]]:
     """What each rank has noted; all must have ended by themselves."""
     payload = {"folder": str(folder), "folders": True, "steps": ENDLESS, "signal": "SIGTERM", **options}
     before = set(folder.glob("*.json"))
@@ -80,8 +84,9 @@ def run(options: dict[str, Any], folder: Path, environment: Any = None) -> list[
     workers = launch_raw(2, "test_sigterm:train_until_told", payload, timeout_s=90, folder=job, environment=environment)
     for worker in workers:
         assert worker.exit_code is not None, "still running: " + worker.output[-2000:]
-        assert worker.exit_code == 0, "SIGTERMException is a SystemExit without a code, as in DDP"
         assert "Traceback" not in worker.output or "SIGTERMException" in worker.output, worker.output[-2000:]
+    # SIGTERMException is a SystemExit without a code, as in DDP
+    assert tuple(worker.exit_code for worker in workers) == codes, "\n".join(w.output[-2000:] for w in workers)
     return [json.loads(path.read_text()) for path in sorted(set(folder.glob("*.json")) - before)]
 
 
@@ -132,3 +137,18 @@ def test_slurms_requeue_signal_saves_on_all_ranks_and_the_next_job_goes_on(tmp_p
         assert 8 <= len(after["losses"]) < 11
         assert after["losses"].keys() <= before["losses"].keys() and "12" in after["losses"]
     assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()
+
+
+def test_ctrl_c_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(tmp_path: Path) -> None:
+    """In a terminal all processes are told. Lightning's exit code is 1."""
+    first, last = run({"ranks": [0, 1], "signal": "SIGINT"}, tmp_path, codes=(1, 1))
+    assert first["step"] == last["step"] == 3
+    saved = CheckpointManager(distributed=True, background=False).load(Job(), tmp_path / "told.ckpt", weights_only=None)
+    assert saved["global_step"] == 3 and len(saved["state_dict"]) == 6
+
+
+def test_the_second_ctrl_c_ends_a_rank_at_once(tmp_path: Path) -> None:
+    payload = {"folder": str(tmp_path), "folders": True, "steps": ENDLESS, "signal": "SIGINT", "ranks": [1], "times": 2}
+    first, last = launch_raw(2, "test_sigterm:train_until_told", payload, timeout_s=90, folder=tmp_path / "job")
+    assert last.exit_code == 130 and "ends by the second SIGINT" in last.output
+    assert first.exit_code == 1, first.output[-2000:]

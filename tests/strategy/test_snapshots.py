@@ -3,23 +3,32 @@
 Baseline: the same job without faults.
 """
 
+import itertools
 import json
+import os
 import pickle
 import random
+import shutil
+import signal
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from launch import Worker, launch_raw
 from snapshot_cases import STEPS
 
+from lightning_holmes.checkpoint import Job
+from lightning_holmes.strategy.snapshots import Snapshots
 
-def job(size: int, folder: Path, name: str, *, fails: bool = False, **options: Any) -> list[Worker]:
+
+def job(size: int, folder: Path, name: str, *, codes: set[int] | None = None, **options: Any) -> list[Worker]:
     payload = {"folder": str(folder), "name": name, **options}
     workers = launch_raw(size, "snapshot_cases:train", payload, timeout_s=90, folder=folder / name)
     shown = "\n".join(f"--- {w.exit_code}\n{w.output[-3000:]}" for w in workers)
-    assert all(w.exit_code is not None and (w.exit_code != 0) == fails for w in workers), shown
+    assert {w.exit_code for w in workers} == (codes or {0}), shown
     return workers
 
 
@@ -49,7 +58,15 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
     baseline, expected = whole(size, pipeline_parallel_size=2)
     kill = {"rank": draw.randrange(size), "step": draw.randrange(4, STEPS)}
     strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 3}
-    job(size, tmp_path, "killed", fails=True, kill=kill, strategy=strategy, snapshots=str(tmp_path / "memory"))
+    job(
+        size,
+        tmp_path,
+        "killed",
+        codes={1, -signal.SIGKILL},
+        kill=kill,
+        strategy=strategy,
+        snapshots=str(tmp_path / "memory"),
+    )
     workers = job(size, tmp_path, "again", strategy=strategy, snapshots=str(tmp_path / "memory"))
     assert weights(size, tmp_path, "again") == expected
     before, after, known = (losses(*of) for of in ((tmp_path, "killed"), (tmp_path, "again"), (baseline, "whole")))
@@ -62,3 +79,80 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
         f"goes on from the snapshot of step {min(after) - 1}, {kill['step'] - min(after) + 1} before"
         in workers[0].output
     )
+
+
+def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_again(
+    whole: Any, tmp_path: Path
+) -> None:
+    """SIGTERM to one rank: a last snapshot, and an exit code that torchrun takes for a failure on the ranks that were not told."""
+    _, expected = whole(2, pipeline_parallel_size=2)
+    strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 100}
+    memory, kill = str(tmp_path / "memory"), {"rank": 0, "step": 5, "signal": "SIGTERM"}
+    told = job(2, tmp_path, "told", codes={0, 143}, kill=kill, strategy=strategy, snapshots=memory)
+    assert [worker.exit_code for worker in told] == [0, 143]
+    workers = job(2, tmp_path, "again", strategy=strategy, snapshots=memory)
+    assert weights(2, tmp_path, "again") == expected
+    left = max(losses(tmp_path, "told"))
+    assert left == 6, "between two epochs"
+    assert min(losses(tmp_path, "again")) == left + 1
+    assert f"goes on from the snapshot of step {left}, 0 before the last one" in workers[0].output
+
+
+def test_without_a_whole_snapshot_a_job_goes_on_from_its_own_newest_checkpoint_and_from_no_older_one(
+    tmp_path: Path,
+) -> None:
+    """One process. A checkpoint that was there before the job began is none of its own; once the job ended well nothing is left."""
+    memory, kept = tmp_path / "memory", tmp_path / "lightning_logs"
+    strategy = {"snapshot_every_n_steps": 100}
+    options = {"strategy": strategy, "snapshots": str(memory), "checkpoints": str(kept)}
+    job(1, tmp_path, "before", strategy={}, checkpoints=str(kept))
+    assert list(kept.glob("*.ckpt"))
+    for path in kept.glob("*.ckpt"):
+        os.utime(path, (1000.0, 1000.0))
+    job(1, tmp_path, "killed", codes={-signal.SIGKILL}, kill={"rank": 0, "step": 1}, **options)
+    for path in memory.glob("*/fit-0/[0-9]*"):
+        shutil.rmtree(path)
+    (again,) = job(1, tmp_path, "again", codes={-signal.SIGKILL}, kill={"rank": 0, "step": 8}, **options)
+    assert "started again, and goes on at its beginning" in again.output
+    for path in memory.glob("*/fit-0/[0-9]*"):
+        shutil.rmtree(path)
+    (last,) = job(1, tmp_path, "last", **options)
+    assert "step=6-v1.ckpt, since no snapshot is left whole; 8 steps were done" in last.output
+    assert min(losses(tmp_path, "last")) == 7
+    assert not list(memory.iterdir())
+
+
+def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("lightning_holmes.strategy.snapshots.time.monotonic", lambda: clock[0])
+    progress = SimpleNamespace(current=SimpleNamespace(ready=0), is_last_batch=False)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    trainer: Any = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=2, callbacks=[], global_step=0)
+    pauses = iter([0.5, 0.02])
+
+    def save(path: Path, weights_only: bool) -> None:
+        clock[0] += next(pauses)
+
+    trainer.save_checkpoint = save
+    manager: Any = SimpleNamespace(is_writing=False, write_s=0.0)
+    folder: Any = SimpleNamespace(path=Path("memory"))
+    taken = Snapshots(trainer, manager, folder, every="auto", device=torch.device("cpu"), member=Job())
+    taken.is_active = True
+    due: list[float] = []
+    for tenth in range(3000):
+        clock[0] = 1000.0 + tenth / 10
+        trainer.global_step, progress.current.ready = tenth // 2, tenth
+        if tenth == 2100:
+            manager.write_s = 3.0
+        if tenth == 2400:
+            manager.is_writing = True
+        if taken.is_due:
+            due.append(tenth / 10)
+            if len(due) < 3:
+                taken.take()
+            else:
+                taken._step, taken._taken_at = trainer.global_step, clock[0]
+    gaps = [round(after - before, 1) for before, after in itertools.pairwise(due)]
+    assert due[0] == 0.2, "after the first step, when no gradients wait for more"
+    assert gaps[0] == pytest.approx(50.6, abs=0.3) and gaps[1] == pytest.approx(2.2, abs=0.3)
+    assert due[-1] < 240.0 and gaps[-1] == pytest.approx(30.0, abs=0.3), "no two are written at once"

@@ -8,6 +8,7 @@ Prints a line a step, and writes ``losses.RANK.ATTEMPT``: a step and its loss a 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -40,6 +41,7 @@ class Stack(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.calls += self.trainer.global_step == KILLED_AT
         if self.kill and self.calls == 2:  # the second microbatch
+            print("killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         hidden, target = batch
         for layer in self.layers:
@@ -113,19 +115,36 @@ def write_when_the_link_is_cut() -> None:
     saving.write_part = wait_and_write
 
 
+def memory_of_this_host(folder: str) -> str:
+    """``folder``, where each host sees another one, and sees the same again in a later run."""
+    own = f"{folder}.{os.environ['HOLMES_HOST_NAME']}"
+    for path in (folder, own):
+        os.makedirs(path, exist_ok=True)
+    subprocess.run(["mount", "--bind", own, folder], check=True, timeout=10)
+    return folder
+
+
 def main(folder: Path, options: dict[str, Any]) -> None:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = options.get("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
+    snapshots = {}
+    if "snapshots" in options:
+        snapshots = {"snapshot_every_n_steps": 1, "snapshot_folder": memory_of_this_host(options["snapshots"])}
     strategy = HolmesStrategy(
-        pipeline_parallel_size=2, num_microbatches=2, timeout=timedelta(seconds=options.get("timeout_s", 300))
+        pipeline_parallel_size=int(os.environ["WORLD_SIZE"])
+        if options.get("pipeline") == "hosts"
+        else options.get("pipeline", 2),
+        num_microbatches=2,
+        timeout=timedelta(seconds=options.get("timeout_s", 300)),
+        **snapshots,
     )
     train(
         Progress(folder, attempt),
         kill=kill,
         folder=folder,
-        resume=attempt != "0",
+        resume=attempt != "0" and not snapshots,
         strategy=strategy,
         devices=options.get("devices", 1),
         num_nodes=options["num_nodes"],

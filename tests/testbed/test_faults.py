@@ -90,15 +90,20 @@ class Cut:
 
 
 def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
-    given = {key: options.pop(key) for key in ("timeout_s", "kill_rank", "waits_for_cut") if key in options}
-    arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(bed.hosts), **given})]
+    given = {
+        key: options.pop(key)
+        for key in ("timeout_s", "kill_rank", "waits_for_cut", "snapshots", "attempt", "pipeline")
+        if key in options
+    }
+    arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(options.get("hosts", bed.hosts)), **given})]
     command = [*options.pop("before", [sys.executable]), *arguments]
-    return bed.run(command, env={"PYTHON_EXEC": forked_executable()}, grace_s=90, **{"timeout_s": 200, **options})
+    env = {"PYTHON_EXEC": forked_executable()} | options.pop("env", {})
+    return bed.run(command, env=env, grace_s=90, **{"timeout_s": 200, **options})
 
 
 def shown(results: dict[str, HostResult]) -> str:
     return "\n".join(
-        f"--- {host}: {r.exit_code} after {r.seconds:.0f} s\n{r.output[-2500:]}" for host, r in results.items()
+        f"--- {host}: {r.exit_code} after {r.seconds:.0f} s\n{r.output[-9500:]}" for host, r in results.items()
     )
 
 
@@ -167,3 +172,54 @@ def test_torchrun_starts_again_from_the_last_checkpoint_and_the_losses_go_on(tmp
         before, after = losses(tmp_path, rank), losses(tmp_path, rank, attempt=1)
         assert max(before) == KILLED_AT and min(after) == KILLED_AT + 1 and max(after) == STEPS
         assert before | after == pytest.approx(plain(), rel=1e-5)
+
+
+def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_other_goes_on_alone(
+    tmp_path: Path,
+) -> None:
+    """Two clusters of a host each, two stages, under torchrun; then one host, one stage. Baseline: one process; losses to 1e-5."""
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        killing: list[threading.Thread] = []
+
+        def lose_power(host: str, line: str) -> None:
+            if line == "killed" and not killing:
+                killing.append(threading.Thread(target=bed.kill, args=("west",)))
+                killing[0].start()
+
+        patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=two-clusters"]
+        elastic += [f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29411", f"--rdzv-conf={patience}"]
+        options = {"snapshots": str(tmp_path / "memory"), "kill_rank": 1, "before": elastic, "pipeline": "hosts"}
+        results = run(bed, tmp_path, processes_per_host=1, node_order=["east", "west"], echo=lose_power, **options)
+        for thread in killing:
+            thread.join()
+    assert killing and results["west"].exit_code != 0 and results["east"].exit_code == 0, shown(results)
+    attempts = sorted(int(path.suffix[1:]) for path in tmp_path.glob("losses.0.*"))
+    before, after = losses(tmp_path, 0), losses(tmp_path, 0, attempt=attempts[-1])
+    assert KILLED_AT - 2 <= min(after) - 1 <= KILLED_AT and max(after) == STEPS, shown(results)
+    assert f"goes on from the snapshot of step {min(after) - 1}" in results["east"].output, shown(results)
+    assert before | after == pytest.approx(plain(), rel=1e-5)
+
+
+def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_over_ethernet(tmp_path: Path) -> None:
+    """Two replicas; baseline: one process, whose loss is the mean of theirs, to 1e-5. The timeout is five minutes."""
+    nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
+    hosts = tuple(Host(name=f"a{i}", devices=1, nics=nics) for i in range(2))
+    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "before": forked_python()}
+    options |= {"env": {"TORCHELASTIC_RUN_ID": "cards"}, "pipeline": 1}
+    with Testbed(Topology(clusters=(Cluster(name="a", hosts=hosts),)), TestbedOptions()) as bed:
+        cut = Cut(bed, "a1.mlx5_0", at=4)
+        results = run(bed, tmp_path, timeout_s=300, echo=cut, **options)
+        assert all(result.exit_code for result in results.values()), shown(results)
+        assert cut.end() < 30, shown(results)
+        for result in results.values():
+            assert re.search(
+                r"\[rank \d\] ends, because .*the roce card mlx5_0 \(\S+, [\d.]+\) of host a1 went down, which the group "
+                r"holmes_\S+ \(.*\).* uses?",
+                result.output,
+            ), shown(results)
+        results = run(bed, tmp_path, attempt="1", **options)
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    assert "uses Ethernet" in "".join(result.output for result in results.values()), shown(results)
+    known = [losses(tmp_path, rank) | losses(tmp_path, rank, attempt=1) for rank in range(2)]
+    assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)

@@ -368,6 +368,10 @@ class Testbed:
         """Switch the NIC "host.nic" on again."""
         self._switch(name, up=True)
 
+    def kill(self, host: str) -> None:
+        """End every process on a host, as when it loses its power."""
+        CpuGroup(find_cpu_hierarchy(), self._group_name(self.layout.host(host))).kill()
+
     def _switch(self, name: str, *, up: bool) -> None:
         host, nic = self.layout.nic(name)
         netlink.set_up(host.namespace, nic.interface, up)

@@ -1,14 +1,17 @@
-"""SIGTERM, and SLURM's signal before a job is requeued: answered between two training batches, by all ranks at the same one.
+"""SIGTERM, Ctrl-C, and SLURM's signal before a job is requeued: answered between two training batches, by all ranks at the same one.
 
 Lightning's handlers act where the signal arrives, in the midst of a batch, while other stages wait for this one. Here they
 leave a note; before each batch rank 0 tells all ranks, in the message of lockstep.py. A signal that reached other ranks only is
-handed to rank 0 through the job's store.
+handed to rank 0 through the job's store. Snapshots, where some are taken, get a last one. The second Ctrl-C ends a process at once.
 
     with BatchSignals(trainer, watch) as signals:
         ...
         signals.ends_together
 """
 
+import signal
+import sys
+import threading
 from typing import Any, Self
 
 import lightning.pytorch as pl
@@ -16,11 +19,16 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.comm.interrupt import ends_by_second_interrupt
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
+from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.snapshots import Snapshots
 
-_GO_ON, _END, _REQUEUE = 0, 1, 2
+_GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3
+_LEFT_BEHIND = (
+    128 + signal.SIGTERM
+)  # the exit code of a rank that was not told itself: a launcher starts the rest again
 
 
 class BatchSignals(Replacements):
@@ -39,13 +47,32 @@ class BatchSignals(Replacements):
         self._connector: Any = signal_connector(trainer)
         self._told_to_end = False
         self._told_to_requeue: int | None = None
+        self._interrupted = False
         self.ends_together = False
         """All ranks have left their loops at the same place, and none has failed."""
 
     def __enter__(self) -> Self:
         self._save_and_requeue = getattr(self._connector, ON_REQUEUE)
         self.replace(self._connector, **{ON_SIGTERM: self._note_sigterm, ON_REQUEUE: self._note_requeue})
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._trainer.training and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
+            self.hear_interrupts()
+            self.enter_context(ends_by_second_interrupt())
+            self.enter_context(extra_callbacks(self._trainer, first=[_HearsAgain(self)]))
         return self
+
+    def hear_interrupts(self) -> None:
+        """Note the first Ctrl-C; what follows the second is interrupt.py's."""
+        signal.signal(signal.SIGINT, self._note_interrupt)
+
+    def _note_interrupt(self, signum: int, _: Any) -> None:
+        self._interrupted = True
+        print(
+            f"[rank {dist.get_rank()}] Ctrl-C: all ranks end before the next batch; once more, and this one ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
         launcher = self._trainer.strategy.launcher
@@ -60,19 +87,38 @@ class BatchSignals(Replacements):
 
     def wanted(self) -> int:
         """What this rank, if it is rank 0, tells all to do before the next batch."""
+        if self._interrupted:
+            return _INTERRUPT
         rank_0_told = self._told_to_end or (self._watch is not None and self._watch.asked_to_end)
         return _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
 
     def obey(self, wanted: int) -> None:
-        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException."""
-        if wanted == _END:
+        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException or KeyboardInterrupt."""
+        if wanted in (_END, _INTERRUPT):
             dist.barrier()
             if self._snapshots is not None:
                 self._snapshots.take_last()
-            self.ends_together = self._connector.received_sigterm = True
-            raise SIGTERMException
+            self.ends_together = True
+            if wanted == _INTERRUPT:
+                raise KeyboardInterrupt
+            self._connector.received_sigterm = True
+            goes_on = self._snapshots is not None and not self._told_to_end
+            raise SIGTERMException(_LEFT_BEHIND) if goes_on else SIGTERMException
         if wanted == _REQUEUE:
             self._told_to_requeue = None
+            if self._snapshots is not None:
+                self._snapshots.take_last()
             self._save_and_requeue(wanted, None)
-        elif self._told_to_end and self._watch is not None:
+        elif (self._told_to_end or self._interrupted) and self._watch is not None:
             self._watch.ask_to_end()
+
+
+class _HearsAgain(pl.Callback):
+    """Lightning ignores SIGINT once it has come to one, also the one that shall end a save that hangs."""
+
+    def __init__(self, signals: BatchSignals) -> None:
+        self._signals = signals
+
+    def on_exception(self, trainer: "pl.Trainer", module: "pl.LightningModule", exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._signals.hear_interrupts()
