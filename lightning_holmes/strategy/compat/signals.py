@@ -57,7 +57,6 @@ class BatchSignals(Replacements):
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._trainer.training and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
-            self.hear_interrupts()
             self.enter_context(ends_by_second_interrupt())
             self.enter_context(extra_callbacks(self._trainer, first=[_HearsAgain(self)]))
         return self
@@ -114,10 +113,14 @@ class BatchSignals(Replacements):
 
 
 class _HearsAgain(pl.Callback):
-    """Lightning ignores SIGINT once it has come to one, also the one that shall end a save that hangs."""
+    """Hears from when training starts: Lightning notes before whose handlers it shall put back at the end. And again after an exception: it
+    ignores SIGINT once it has come to one, also the one that shall end a save that hangs."""
 
     def __init__(self, signals: BatchSignals) -> None:
         self._signals = signals
+
+    def on_train_start(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        self._signals.hear_interrupts()
 
     def on_exception(self, trainer: "pl.Trainer", module: "pl.LightningModule", exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt):
