@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.data.counting import CountedDataModule
 
 ROWS, FEATURES, STEPS = 48, 16, 14
 
@@ -28,7 +29,8 @@ ROWS, FEATURES, STEPS = 48, 16, 14
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
     """Rows that are changed by NumPy's and torch's random numbers when they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.1) -> None:
+        self.noise = noise
         generator = torch.Generator().manual_seed(5)
         self.rows, self.targets = (torch.randn(ROWS, n, generator=generator) for n in (FEATURES, 1))
 
@@ -36,7 +38,21 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return ROWS
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.rows[index] + 0.1 * torch.rand(FEATURES) + 0.1 * float(np.random.rand()), self.targets[index]
+        noise = torch.rand(FEATURES) + float(np.random.rand())
+        return self.rows[index] + self.noise * noise, self.targets[index]
+
+
+class Counted(CountedDataModule):
+    """Rows as they are, in a loader that counts samples of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__(sequence_length=2, least_length=2, batch_size=4, val_fraction=0.0, num_workers=0, seed=1)
+
+    def train_dataloader(self) -> Any:
+        return self.make_train_loader(Noisy(0.0))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Noisy(0.0), batch_size=4)
 
 
 class Net(LightningModule):
@@ -108,7 +124,11 @@ def train(options: dict[str, Any]) -> str:
     )
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
     module = Net(options.get("kill", {}))
-    trainer.fit(module, data, DataLoader(Noisy(), batch_size=8))
+    if options.get("counted"):
+        trainer.fit(module, datamodule=Counted())
+        torch.save(module.state_dict(), folder / f"weights.{options['name']}.{rank}")
+    else:
+        trainer.fit(module, data, DataLoader(Noisy(), batch_size=8))
     assert trainer.global_step == STEPS
     digest = hashlib.sha256()
     for value in module.state_dict().values():
