@@ -382,6 +382,8 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "sharded_optimizer": True,
         "sharded_parameters": False,
         "optimizer_nodes": 0,
+        "optimizer_states": "memory",
+        "keep_parameters": "auto",
         "master_weights": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],

@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import build_trainers_for_one_cpu
+from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
 from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, join
 
 
@@ -44,6 +45,14 @@ def main(args: list[str]) -> None:
         help=f"where rank 0 waits for nodes; default {PORT}, or {DEFAULT_PORT}",
     )
     parser.add_argument("--wait", type=float, default=1800.0, help="seconds to wait for rank 0; default 1800")
+    parser.add_argument(
+        "--states",
+        metavar="FOLDER",
+        help="where parameters and optimizer states live; default: as the script's optimizer_states",
+    )
+    parser.add_argument(
+        "--memory", metavar="BYTES", help=f"of this process at most, say 8G; default {MEMORY}, or what the host has"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="as the workers run it")
     given = parser.parse_args(args)
     script = given.script[1:] if given.script[:1] == ["--"] else given.script
@@ -56,8 +65,10 @@ def main(args: list[str]) -> None:
     if not os.environ.get(SECRET):
         raise ConfigurationError(f"{SECRET} is not set: give the same secret to workers and nodes")
 
+    options = NodeOptions.given(given.states, given.memory)
+
     def serve() -> NoReturn:
-        code = join((given.master_addr, given.port), -1, may_import=False, wait_s=given.wait)
+        code = join((given.master_addr, given.port), -1, may_import=False, options=options, wait_s=given.wait)
         sys.stdout.flush()
         os._exit(code)  # nothing of the script goes on; threads that serve workers are not waited for
 

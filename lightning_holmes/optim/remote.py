@@ -181,18 +181,26 @@ class RemoteOptimizer:
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Bring states to the nodes."""
-        if self._parameters.replica == 0 and states:
-            kept = {n: {k: v for k, v in s.items() if k != MASTER_WEIGHT} for n, s in states.items()}
-            for link in self._parameters.links:
-                link.ask({"ask": "load", "states": kept})
+        if self._parameters.replica or not states:
+            return
+        for part in self._parameters.parts:
+            link, unit = self._parameters.link_of(part)
+            kept = {n: {k: v for k, v in states[n].items() if k != MASTER_WEIGHT} for n in part.names if n in states}
+            link.ask({"ask": "load", "unit": unit, "states": kept})
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         replica = self._parameters.replica
-        wanted = [n for n in self.stepped if destination is None or destination(n) == replica]
         found: dict[str, dict[str, Any]] = {}
-        for link in self._parameters.links if wanted else ():
-            found |= link.ask({"ask": "states", "names": wanted, "version": self._parameters.version})["states"]
+        for part in self._parameters.parts:
+            names = [n for n in part.names if n in self.stepped and (destination is None or destination(n) == replica)]
+            if names:
+                link, question = self._about(part, names)
+                found |= link.ask(question | {"ask": "states"})["states"]
         return found
+
+    def _about(self, part: Part, names: Sequence[str]) -> tuple[NodeLink, dict[str, Any]]:
+        link, unit = self._parameters.link_of(part)
+        return link, {"unit": unit, "names": names, "version": self._parameters.version}
 
     def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
         """Unit by unit."""
@@ -202,8 +210,7 @@ class RemoteOptimizer:
         for part in self._parameters.parts:
             wanted = [n for n in part.names if n in self.stepped and self.destination(n) == replica]
             if wanted:
-                question = {"names": wanted, "version": self._parameters.version}
-                link, _ = self._parameters.link_of(part)
+                link, question = self._about(part, wanted)
                 keys |= link.ask(question | {"ask": "keys"})["keys"]
                 steps.append(functools.partial(_states, link, question | {"ask": "states"}))
         return keys, Lockstep(steps)

@@ -34,6 +34,7 @@ class RemoteParameters(StageShards):
         num_replicas, replica: how many workers hold the same stages, and which of them this is; the first one's values are those
             that nodes are given.
         queue: where parameters are received.
+        keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
 
     Attributes:
         links: to this rank's nodes.
@@ -50,6 +51,7 @@ class RemoteParameters(StageShards):
         num_replicas: int,
         replica: int,
         queue: CommQueue,
+        keeps: bool,
     ) -> None:
         super().__init__(
             parameters,
@@ -61,6 +63,10 @@ class RemoteParameters(StageShards):
             queue=queue,
             gather=lambda tensor: None,
         )
+        if keeps:
+            self._num_buffers = max(1, len(stages))
+        self._keeps = keeps
+        self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
         self.links: Sequence[NodeLink] = ()
         self.version = 0
         self.num_replicas, self.replica = num_replicas, replica
@@ -118,13 +124,25 @@ class RemoteParameters(StageShards):
 
     def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Work:
         version = self.version
+        missing = [pair for pair in zip(parts, buffers, strict=True) if not self._has(*pair)]
 
         def bring() -> None:
-            for part, buffer in zip(parts, buffers, strict=True):
+            for part, buffer in missing:
                 link, index = self.link_of(part)
                 link.ask({"ask": "fetch", "unit": index, "version": version, "whole": False}, into=[buffer])
 
         return self.queue.start(bring, "bucket_gather")
+
+    def _has(self, part: Part, buffer: Tensor) -> bool:
+        """Whether a stage's own buffer has what it is about to be fetched for; from now on it has."""
+        if not self._keeps or part.stage is None:
+            return False
+        assert self._buffers is not None
+        if all(own.data_ptr() != buffer.data_ptr() for own in self._buffers.of(part.stage)):
+            return False  # somebody else's, for something else
+        wanted = self.link_of(part)[1], self.version
+        found, self._kept[buffer.data_ptr()] = self._kept.get(buffer.data_ptr()), wanted
+        return found == wanted
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
         """As StageShards'; each replica asks for those parts of which it wants something."""

@@ -19,12 +19,12 @@ Sizes = Sequence[tuple[int, torch.dtype]]
 
 
 class StageBuffers:
-    """``sizes``: by stage, in the order in which they take their turns."""
+    """``sizes``: by stage, in the order in which they take their turns; ``num_buffers``: with as many as stages each has its own."""
 
-    def __init__(self, sizes: Mapping[int, Sizes], device: torch.device) -> None:
+    def __init__(self, sizes: Mapping[int, Sizes], device: torch.device, *, num_buffers: int = NUM_BUFFERS) -> None:
         self._sizes = dict(sizes)
-        self._places = {stage: index % NUM_BUFFERS for index, stage in enumerate(sizes)}
-        most = [0] * NUM_BUFFERS
+        self._places = {stage: index % num_buffers for index, stage in enumerate(sizes)}
+        most = [0] * num_buffers
         for stage, place in self._places.items():
             most[place] = max(most[place], _bytes(sizes[stage]))
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]

@@ -29,7 +29,7 @@ from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
-from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
+from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,6 +111,7 @@ class StageShards:
         self._abandoned = False
         self._held: set[int | None] = set()
         self._common: tuple[Work, Sequence[Tensor]] | None = None
+        self._num_buffers = NUM_BUFFERS
         self._blank = {name: placeholder(p.detach()) for name, p in self.parameters.items()}
 
     # layout
@@ -163,7 +164,8 @@ class StageShards:
 
     def _make_buffers(self) -> None:
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
-        self._buffers = StageBuffers(by_stage, next((part.device for part in self.parts), torch.device("cpu")))
+        device = next((part.device for part in self.parts), torch.device("cpu"))
+        self._buffers = StageBuffers(by_stage, device, num_buffers=self._num_buffers)
 
     def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Part:
         """Lay these parameters side by side, the next part, and note its pieces."""

@@ -227,6 +227,10 @@ class Fit(Run):
             names=self._local_group_names(optimizer),
             options=self.options.gradient_options,
             nodes=job.optimizer_nodes(count),
+            optimizer_states=self.options.optimizer_states,
+            state_bytes=found.state_bytes,
+            keep_parameters=self.options.keep_parameters,
+            all_gather=job.connection.all_gather,
             is_eager=not deferred,
         )
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -29,6 +29,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
+from lightning_holmes.strategy.sharding import keeps_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,17 +190,28 @@ def make_remote_gradients(
     names: Sequence[Sequence[str]],
     options: GradientOptions,
     nodes: OptimizerNodes,
+    optimizer_states: str,
+    state_bytes: float,
+    keep_parameters: bool | Literal["auto"],
+    all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
 ) -> Gradients:
     """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
+        state_bytes: of the optimizer's states for each element of a parameter.
+        keep_parameters: from the forward to the backward.
+        all_gather: what each rank of WORLD gives, on every rank.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
     size, rank = plan.placement.data_parallel_size, groups.data_parallel_rank
+    num_bytes = sum(p.numel() * p.itemsize for p in parameters.by_name.values())
+    keeps, why = keeps_parameters(keep_parameters, num_bytes, device, all_gather)
+    if groups.builder.rank == 0:
+        print(f"workers {'keep' if keeps else 'let go of'} parameters between forward and backward: {why}", flush=True)
     remote = RemoteParameters(
         parameters.by_name,
         stages=pipeline.stages,
@@ -208,17 +220,19 @@ def make_remote_gradients(
         num_replicas=size,
         replica=rank,
         queue=make_comm_queue(device),
+        keeps=keeps,
     )
     units = remote.lay_out_units(dtype)
     by_name = parameters.by_name
     marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
     links, place_of = nodes.open(
         units,
-        describe_optimizer(optimizer, names, marks),
+        describe_optimizer(optimizer, names, marks) | {"state_bytes": state_bytes},
         pipeline_rank=groups.pipeline_rank,
         num_pipelines=plan.placement.pipeline_parallel_size,
         num_workers=size,
         worker=rank,
+        states=optimizer_states,
     )
     remote.leave_to(links, place_of)
     reducer = RemoteReducer(

@@ -83,8 +83,12 @@ class OptimizerNodes:
         num_pipelines: int,
         num_workers: int,
         worker: int,
+        states: str,
     ) -> tuple[list[NodeLink], dict[int, int]]:
         """Links to the nodes of this rank's stages, and which of them holds each unit. All ranks must call.
+
+        Args:
+            states: HolmesStrategy's optimizer_states.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
@@ -101,6 +105,10 @@ class OptimizerNodes:
                 "num_workers": num_workers,
                 "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
                 "optimizer": dict(optimizer),
+                "states": states,
+                "num_places": sum(
+                    number in nodes_of(rank, num_pipelines, len(self._addresses)) for rank in range(num_pipelines)
+                ),
             }
             links.append(
                 NodeLink(

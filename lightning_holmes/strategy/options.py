@@ -73,6 +73,8 @@ class Options:
     sharded_optimizer: bool | Literal["auto"]
     sharded_parameters: bool | Literal["auto"]
     optimizer_nodes: int
+    optimizer_states: str
+    keep_parameters: bool | Literal["auto"]
     master_weights: bool
     monitor: bool | int
     process_group_backend: str | None
@@ -102,7 +104,7 @@ class Options:
         _check_one_of("profile", self.profile, ("auto", "flops", "measure"))
         _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
-        for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters"):
+        for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters", "keep_parameters"):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
         for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
@@ -129,6 +131,12 @@ class Options:
         nodes = self.optimizer_nodes
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
+        _check_text("optimizer_states", self.optimizer_states, '"memory", or a folder of the optimizer nodes')
+        for name, default in (("optimizer_states", "memory"), ("keep_parameters", "auto")):
+            if getattr(self, name) != default and not nodes:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
+                )
         if nodes:
             self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
         if self.sharded_parameters is True:

@@ -28,6 +28,8 @@ from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hook
 
 _BEFORE_STEP = (*GRADIENT_HOOKS, "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
+_KEPT_SHARE = 0.25  # of a worker's free memory; activations need the rest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions:
@@ -236,6 +238,18 @@ def why_deferred(trainer: "pl.Trainer") -> str:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     found = overridden_hooks(trainer.lightning_module, users_callbacks(callbacks), _BEFORE_STEP)
     return next((f"{type(owner).__name__}.{hook} may change a step or leave it out" for owner, hook in found), "")
+
+
+def keeps_parameters(
+    asked: bool | Literal["auto"], num_bytes: int, device: torch.device, gather: Callable[[Any], list[Any]]
+) -> tuple[bool, str]:
+    """Whether workers of optimizer nodes keep their ``num_bytes`` of parameters from the forward to the backward, and why; the same on
+    all ranks, which all call."""
+    if asked != "auto":
+        return asked, "asked for"
+    largest, free = max(gather(num_bytes)), min(gather(_free_bytes(device, gather)))
+    why = f"up to {largest / 1e6:.1f} MB, where {free / 1e6:.0f} MB are free"
+    return largest <= _KEPT_SHARE * free, why
 
 
 def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int) -> dict[str, str]:

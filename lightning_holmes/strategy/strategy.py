@@ -136,6 +136,9 @@ class HolmesStrategy(ParallelStrategy):
         optimizer_nodes: so many processes without a device hold parameters and optimizer states, and update them; workers push
             gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is
             "breadth_first" then.
+        optimizer_states: where optimizer nodes keep parameters and states: "memory", or a folder of theirs.
+        keep_parameters: with optimizer nodes, keep parameters from a batch's forward to its backward: they come once, and take memory;
+            "auto": where they take at most a quarter of what is free.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
@@ -178,6 +181,8 @@ class HolmesStrategy(ParallelStrategy):
         sharded_optimizer: bool | Literal["auto"] = "auto",
         sharded_parameters: bool | Literal["auto"] = False,
         optimizer_nodes: int = 0,
+        optimizer_states: str = "memory",
+        keep_parameters: bool | Literal["auto"] = "auto",
         master_weights: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,

@@ -131,13 +131,16 @@ def test_gradients_that_were_not_committed_are_dropped() -> None:
     unit.arrive(0, 2, ["a", "b"], torch.full((5,), 3.0))
     assert unit.norm_squared(2, {"b"}, []) == pytest.approx(27.0)
     unit.update(2, [("clamp", 2.0)], [{"lr": 1.0}])
-    assert unit.values.tolist() == [-2.0] * 5 and unit.version == 2
+    assert unit.version == 2
+    with unit.values() as values:
+        assert values.tolist() == [-2.0] * 5
 
 
 def test_states_come_back_as_torch_loads_them() -> None:
     unit = unit_of(1)
     unit.load({"a": {"momentum_buffer": torch.ones(2)}})
-    assert torch.equal(unit.states({"a", "b"})["a"]["momentum_buffer"], torch.ones(2)) and "b" not in unit.states({"b"})
+    with unit.states({"a", "b"}) as found:
+        assert torch.equal(found["a"]["momentum_buffer"], torch.ones(2)) and "b" not in found
 
 
 def test_an_optimizer_without_a_parameter_of_the_unit_is_none() -> None:

@@ -4,6 +4,8 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import os
+import resource
+import tempfile
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -34,10 +36,13 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit by ``num_nodes``; ``microbatches`` of each worker."""
+    """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
+    each worker."""
 
     layout: tuple[int, int]
     num_nodes: int
+    states: str
+    keeps: bool
     optimizer: str
     option: str
     microbatches: int
@@ -47,14 +52,33 @@ class Case:
         return self.layout[0] * self.layout[1]
 
     def __str__(self) -> str:
-        words = f"pp{self.layout[0]}xdp{self.layout[1]}", f"{self.num_nodes} nodes", self.optimizer, self.option
+        words = (
+            f"pp{self.layout[0]}xdp{self.layout[1]}",
+            f"{self.num_nodes} nodes",
+            self.states,
+            "kept" if self.keeps else "let go",
+            self.optimizer,
+            self.option,
+        )
         return "-".join(words) + f"-{self.microbatches}"
 
 
 CASES = [
-    Case(layout=layout, num_nodes=nodes, optimizer=optimizer, option=option, microbatches=parts)
-    for layout, nodes, optimizer, option, parts in selected(
-        [row for row in product(LAYOUTS, (1, 2), OPTIMIZERS, OPTIONS, (1, 2, 3)) if row[4] * row[0][1] <= 8],
+    Case(
+        layout=layout,
+        num_nodes=nodes,
+        states=states,
+        keeps=keeps,
+        optimizer=optimizer,
+        option=option,
+        microbatches=parts,
+    )
+    for layout, nodes, states, keeps, optimizer, option, parts in selected(
+        [
+            row
+            for row in product(LAYOUTS, (1, 2), ("memory", "disk"), (False, True), OPTIMIZERS, OPTIONS, (1, 2, 3))
+            if row[6] * row[0][1] <= 8
+        ],
         cost=lambda row: 1 + row[0][0] * row[0][1],
     )
 ]
@@ -139,7 +163,13 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
     found = {}
     for index, case in enumerate(cases):
         module = build(case.optimizer)
-        strategy = with_nodes(case.num_nodes, case.microbatches, case.layout[0])
+        strategy = with_nodes(
+            case.num_nodes,
+            case.microbatches,
+            case.layout[0],
+            optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
+            keep_parameters=case.keeps,
+        )
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
@@ -176,12 +206,13 @@ RESUMED = {
     "folder": ("two nodes", "a stage's node each", "no node"),
     "folder-after": ("no node",),
     "file": ("a stage's node each",),
-    "file-after": ("two nodes",),
+    "file-after": ("two nodes with disks",),
     "plain": ("two nodes", "a stage's node each"),
 }
 """What is resumed in which layout."""
 TARGETS: dict[str, Any] = {
     "two nodes": lambda: with_nodes(2),
+    "two nodes with disks": lambda: with_nodes(2, optimizer_states=tempfile.mkdtemp()),
     "a stage's node each": lambda: with_nodes(2, pipeline=2),
     "no node": lambda: HolmesStrategy(pipeline_parallel_size=1, num_microbatches=2),
 }
@@ -190,8 +221,9 @@ TARGETS: dict[str, Any] = {
 def run_checkpoints(folder: Path) -> dict[str, Any]:
     """Weights after two epochs, of which the second is resumed from each source; "plain.ckpt" lies in ``folder``."""
     found = {}
-    for kind, folders in (("folder", True), ("file", False)):
-        trainer = make_trainer(folder, strategy=with_nodes(1, save_distributed_checkpoint=folders))
+    for kind, folders, states in (("folder", True, "memory"), ("file", False, str(folder / "states"))):
+        strategy = with_nodes(1, save_distributed_checkpoint=folders, optimizer_states=states)
+        trainer = make_trainer(folder, strategy=strategy)
         trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
         trainer.fit(build(), datamodule=Data())
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
@@ -299,22 +331,29 @@ def run_refusals(folder: Path) -> dict[str, Any]:
 
 
 class Loses(pl.Callback):
-    """In the second batch rank 0 kills the node that it has started, or the last worker ends without a word."""
+    """In the second batch rank 0 kills the node that it has started, or the disk of that takes nothing more, or the last worker ends
+    without a word. A checkpoint was written before."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1 and self.what == "node" and trainer.global_rank == 0:
+        if batch_idx == 1 and self.what == "disk":
+            trainer.save_checkpoint("before.ckpt")
+        if batch_idx == 1 and self.what in ("node", "disk") and trainer.global_rank == 0:
             strategy: Any = trainer.strategy
             (process,) = strategy._job._nodes._registry._processes
-            process.kill()
+            if self.what == "node":
+                process.kill()
+            else:
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
             os._exit(9)
 
 
 def lose(what: str) -> None:
     """A fit in which something is lost."""
-    trainer = make_trainer(Path(), strategy=with_nodes(1))
+    states = os.path.abspath("states") if what == "disk" else "memory"
+    trainer = make_trainer(Path(), strategy=with_nodes(1, optimizer_states=states))
     trainer.callbacks.append(Loses(what))  # type: ignore[attr-defined]
     trainer.fit(build(), datamodule=Data())

@@ -117,7 +117,11 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [("node", "ConnectionLostError: connection lost to optimizer node 0"), ("worker", "worker 1 is gone")],
+    [
+        ("node", "ConnectionLostError: connection lost to optimizer node 0"),
+        ("worker", "worker 1 is gone"),
+        ("disk", "HolmesError: optimizer states cannot be written to"),
+    ],
 )
 def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> None:
     workers = launch_raw(
@@ -128,9 +132,13 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
         folder=tmp_path,
         environment=lambda rank: {"PYTHON_EXEC": forked_executable()},
     )
-    left = workers if what == "node" else workers[:1]
+    left = workers[:1] if what == "worker" else workers
     assert all(worker.exit_code not in (0, None) for worker in left)
     assert any(reason in worker.output for worker in left)
+    if what == "disk":
+        assert all("the run can go on from its last checkpoint" in worker.output for worker in left)
+        assert torch.load(tmp_path / "before.ckpt", weights_only=False)["global_step"] == 1
+        assert not list(tmp_path.glob("states/*")), "what a node leaves behind"
 
 
 def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:

@@ -233,21 +233,24 @@ def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
-def test_with_an_optimizer_node_twice_the_parameters_come_and_gradients_go_once() -> None:
+@pytest.mark.parametrize(("contender", "passes"), [("optimizer-node", 2), ("optimizer-node-kept", 1)])
+def test_with_an_optimizer_node_parameters_come_once_or_twice_and_gradients_go_once(
+    contender: str, passes: int
+) -> None:
     """Two workers and a node on a host of its own, by the kernel's counters of that host and of the whole run: a step's boundary
     lies somewhere in its traffic. In at most 1.05 of P for each worker's step, and P before the first; out at most 1.05 of 2 P for
-    each, and P behind the last."""
+    each (P where they keep parameters), and P behind the last."""
     workload = Workload(
         hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=4, warmup_steps=1, steps=2
     )
     job, workers = dataclasses.replace(job_of(2), workload=workload), 2
     with Testbed(bench.with_node_hosts(job.topology, 1, 500e6), TestbedOptions(cpu_share=0.4)) as bed:
-        result = bench.run_contender(bed, CONTENDERS["optimizer-node"], job, timeout_s=200, verbose=False)
+        result = bench.run_contender(bed, CONTENDERS[contender], job, timeout_s=200, verbose=False)
         assert result.problem is None, result.problem
         (count,) = bed.counters()["memory0"].values()
     parameters, steps = 4 * workload.num_parameters, workload.warmup_steps + workload.steps
     came, went = count.received / parameters, count.sent / parameters
-    wanted_in, wanted_out = workers * steps + 1, workers * (2 * steps + 1)
+    wanted_in, wanted_out = workers * steps + 1, workers * (passes * steps + 1)
     print(f"in {came:.2f} of {wanted_in} P, out {went:.2f} of {wanted_out} P")
     acknowledgements = 0.05  # of the other direction's bytes, if each packet is acknowledged
     assert wanted_in < came < 1.05 * wanted_in + acknowledgements * went

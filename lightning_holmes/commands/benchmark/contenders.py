@@ -136,6 +136,21 @@ def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strate
     )
 
 
+def make_with_node(*, keeps: bool) -> Callable[[BenchmarkJob], Strategy]:
+    """Layered accumulation over all processes, parameters and states on an optimizer node."""
+    return lambda job: HolmesStrategy(
+        pipeline_parallel_size=1,
+        optimizer_nodes=1,
+        keep_parameters=keeps,
+        num_microbatches=job.workload.microbatches,
+    )
+
+
+def in_order(job: BenchmarkJob) -> list[str]:
+    """Rank 0 on the first host: optimizer nodes are told where it is."""
+    return [host.name for host in job.topology.hosts]
+
+
 def make_breadth_first(job: BenchmarkJob) -> Strategy:
     """A pipeline of all processes, a layer a stage as far as they divide, all microbatches through one before the next."""
     return HolmesStrategy(
@@ -256,13 +271,20 @@ _ALL = (
     Contender(
         name="optimizer-node",
         title="Holmes, an optimizer node",
-        make_strategy=lambda job: HolmesStrategy(
-            pipeline_parallel_size=1, optimizer_nodes=1, num_microbatches=job.workload.microbatches
-        ),
+        make_strategy=make_with_node(keeps=False),
         accumulates=False,
         gloo_on_ethernet=False,
         optimizer_nodes=1,
-        node_order=lambda job: [host.name for host in job.topology.hosts],  # nodes are told where rank 0 is
+        node_order=in_order,
+    ),
+    Contender(
+        name="optimizer-node-kept",
+        title="Holmes, an optimizer node, parameters kept to the backward",
+        make_strategy=make_with_node(keeps=True),
+        accumulates=False,
+        gloo_on_ethernet=False,
+        optimizer_nodes=1,
+        node_order=in_order,
     ),
     Contender(
         name="zero1",
@@ -338,7 +360,7 @@ CASES = {
         contenders=("floor", "layered-reduce-scatter", "layered-p2p"), hosts=(4,), ethernet="1gbit", microbatches=4
     ),
     "optimizer-node": BenchmarkCase(
-        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node"),
+        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node", "optimizer-node-kept"),
         hosts=(4,),
         ethernet="1gbit",
         node_rate="4gbit",

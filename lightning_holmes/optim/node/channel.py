@@ -13,10 +13,11 @@ Plain sockets in place of gloo: no store is needed (one worker has none), a peer
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+def decode(value: Any, tensors: Sequence[Tensor | None]) -> Any:
     """The inverse of :func:`encode`."""
     if isinstance(value, list):
         return [decode(entry, tensors) for entry in value]
@@ -156,8 +157,19 @@ class Channel:
         except OSError as error:
             raise self._lost(error) from error
 
-    def receive(self, *, into: Sequence[Tensor] | None = None, largest: int = _LARGEST_HEADER) -> dict[str, Any]:
-        """The next message; its tensors in the memory of ``into``, which are as large, if that is given.
+    def receive(
+        self,
+        *,
+        into: Sequence[Tensor] | None = None,
+        allocate: Callable[[Any, int], Tensor | None] = lambda message, num_bytes: None,
+        largest: int = _LARGEST_HEADER,
+    ) -> dict[str, Any]:
+        """The next message.
+
+        Args:
+            into: its tensors, which are as large; they are filled.
+            allocate: gives memory, uint8, for a message's one tensor, by the message without it and the number of bytes; None: it
+                is new.
 
         Raises:
             ConnectionLostError: the other end is gone.
@@ -171,7 +183,16 @@ class Channel:
             for index, (dtype, shape) in enumerate(header["tensors"]):
                 if largest == _LARGEST_HELLO:
                     raise ConnectionLostError(f"{self.peer} sent a tensor before it has said who it is")
-                tensor = torch.empty(shape, dtype=_DTYPES[dtype]) if into is None else into[index]
+                if into is not None:
+                    tensor = into[index]
+                else:
+                    numel, kind = math.prod(shape), _DTYPES[dtype]
+                    alone = len(header["tensors"]) == 1
+                    memory = allocate(decode(header["message"], [None]), numel * kind.itemsize) if alone else None
+                    if memory is None:
+                        tensor = torch.empty(shape, dtype=kind)
+                    else:
+                        tensor = memory[: numel * kind.itemsize].view(kind).view(shape)
                 assert str(tensor.dtype).removeprefix("torch.") == dtype and list(tensor.shape) == shape
                 self._read(_bytes_of(tensor))
                 self.num_received += tensor.nbytes

@@ -163,10 +163,10 @@ def build_optimizer(
     return made
 
 
-def may_fuse(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> bool:
+def may_fuse(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether torch's fused kernel gives the same for a group with ``options`` that the user has left open. In low precision it rounds
     once where the others round after each operation."""
-    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
     is_open = all(options.get(key, 0) is None for key in ("fused", "foreach"))
     is_plain = not any(options.get(key) for key in ("capturable", "differentiable"))
     return is_adam and is_open and is_plain and dtype in (torch.float32, torch.float64)

@@ -19,6 +19,7 @@ import torch
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
+from lightning_holmes.optim.node.node_options import NodeOptions
 from lightning_holmes.optim.node.service import Service
 from lightning_holmes.version import __version__
 
@@ -89,8 +90,8 @@ class NodeServer:
         may_import: an optimizer's class may lie in a module that is not imported yet.
     """
 
-    def __init__(self, host: str, secret: str, *, number: int, may_import: bool) -> None:
-        self._number, self._may_import = number, may_import
+    def __init__(self, host: str, secret: str, *, number: int, may_import: bool, options: NodeOptions) -> None:
+        self._number, self._may_import, self._options = number, may_import, options
         self._services: dict[str, Service] = {}
         self._lock = threading.Condition()
         self.listener = Listener(host, secret, "a worker", self._serve)
@@ -115,6 +116,7 @@ class NodeServer:
         service.serve(channel, hello["kind"], worker)
         with self._lock:
             if service.is_over and self._services.pop(session, None) is not None:
+                service.close()
                 print(service.summary(), flush=True)
                 self._lock.notify_all()
 
@@ -128,7 +130,9 @@ class NodeServer:
             service = self._services.get(session)
             if service is None:
                 name = f"optimizer node {self._number}, {told['place']}"
-                self._services[session] = service = Service(told, name=name, may_import=self._may_import)
+                self._services[session] = service = Service(
+                    told, name=name, may_import=self._may_import, options=self._options
+                )
                 print(service.describe(), flush=True)
         if service.told != told:
             different = next((key for key in told if service.told.get(key) != told[key]), "?")
@@ -136,11 +140,12 @@ class NodeServer:
         return service
 
 
-def join(address: Address, number: int, *, may_import: bool, wait_s: float = 0.0) -> int:
+def join(address: Address, number: int, *, may_import: bool, options: NodeOptions, wait_s: float = 0.0) -> int:
     """Be an optimizer node of the job whose rank 0 listens at ``address``; returns the run's exit code.
 
     Args:
         number: of this node; with -1 rank 0 gives one.
+        options: as this node was started.
         wait_s: how long to wait for rank 0, which may be started later.
     """
     secret = os.environ[SECRET]
@@ -154,7 +159,7 @@ def join(address: Address, number: int, *, may_import: bool, wait_s: float = 0.0
                 raise
             time.sleep(1.0)
     number = control.receive()["number"]
-    server = NodeServer(control.local_host, secret, number=number, may_import=may_import)
+    server = NodeServer(control.local_host, secret, number=number, may_import=may_import, options=options)
     control.send({"address": server.listener.address, "versions": versions(), "host": socket.gethostname()})
     try:
         code = int(control.receive()["end"])
@@ -169,4 +174,6 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the node ends with them
     where, number = arguments
     host, _, port = where.rpartition(":")
-    return join((host, int(port)), int(number), may_import=True, wait_s=_RANK_0_S)
+    return join(
+        (host, int(port)), int(number), may_import=True, options=NodeOptions.given(None, None), wait_s=_RANK_0_S
+    )

@@ -9,9 +9,10 @@ Workers are summed in the order of their ranks, whichever gradient comes first, 
 optimizer steps whole parameters. A parameter that no worker's microbatch has reached has no gradient, as in plain Lightning.
 """
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +37,12 @@ class Unit:
     def __init__(self, layout: UnitLayout, kind: type[Optimizer], told: Mapping[str, Any], *, num_workers: int) -> None:
         self.layout = layout
         self.version = 0
-        self.values = torch.zeros(layout.numel, dtype=layout.dtype)
-        self.parameters = {n: nn.Parameter(v, layout.is_trained) for n, v in layout.views(self.values).items()}
+        self.parameters = {n: nn.Parameter(v, layout.is_trained) for n, v in self._start().items()}
         for name, parameter in self.parameters.items():
             vars(parameter).update(told["marks"].get(name, {}))
         self.optimizer = build_optimizer(kind, told, self.parameters)
         self._stepped = {n for names in told["names"] for n in names if n in self.parameters}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._inbox: list[deque[tuple[int, Collection[str], Tensor, bool]]] = [deque() for _ in range(num_workers)]
         self._turn = 0
         self._window = 0
@@ -53,14 +53,43 @@ class Unit:
         self._gradients: dict[str, Tensor] | None = None
         self._reached: set[str] = set()
         self._num_edited = 0
+        self._norms: dict[str, float] = {}  # of the gradients as they are edited
+
+    def _start(self) -> dict[str, Tensor]:
+        """Parameters without values yet."""
+        self._values = torch.zeros(self.layout.numel, dtype=self.layout.dtype)
+        return self.layout.views(self._values)
 
     def keep(self, values: Tensor, version: int) -> None:
         """Values from a worker, (numel,)."""
         with torch.no_grad():
-            self.values.copy_(values)
+            self._values.copy_(values)
         self.version = version
 
+    def wait_for_writes(self) -> None:
+        """Until everything is where it stays."""
+
+    @contextlib.contextmanager
+    def values(self) -> Generator[Tensor, None, None]:
+        """(numel,), as long as somebody reads them."""
+        yield self._values
+
+    def prepare(self, *, ahead: bool = False) -> bool:
+        """Start to bring what :meth:`update` needs, before it is called.
+
+        Args:
+            ahead: the gradients are not there yet: only if there is room now.
+
+        Returns:
+            Whether that is under way.
+        """
+        return True
+
     # gradients
+
+    def spill(self) -> bool:
+        """Start to write the sum of the gradients, and give its memory back then; False where that cannot be."""
+        return False
 
     def arrive(
         self, worker: int, window: int, touched: Collection[str], gradient: Tensor, *, is_last: bool = False
@@ -85,15 +114,23 @@ class Unit:
 
     def _add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
         if window != self._window:
-            self._window, self._sum, self._gradients = window, None, None
+            self._forget()
+            self._window = window
             self._reached.clear()
-            self._num_edited = self._num_last = 0
+            self._num_last = 0
         self._num_last += is_last
         self._reached.update(touched)
+        self._norms.clear()
         if self._sum is None:
             self._sum = gradient
         else:
             self._sum.add_(gradient)
+
+    def _forget(self) -> None:
+        """The sum of the gradients is not needed any more."""
+        self._sum = self._gradients = None
+        self._num_edited = 0
+        self._norms.clear()
 
     def _edited(self, window: int, edits: Sequence[Edit]) -> dict[str, Tensor]:
         """The gradients of a window that is complete, in the parameters' types, after ``edits``."""
@@ -106,14 +143,17 @@ class Unit:
             for name, gradient in self._gradients.items():
                 if name in self._stepped:
                     gradient.mul_(value) if kind == "scale" else gradient.clamp_(-value, value)
+            self._norms.clear()
         self._num_edited = len(edits)
         return self._gradients
 
     def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
         """Of the gradients of ``names``."""
         with self._lock:
-            gradients = [g for name, g in self._edited(window, edits).items() if name in names]
-            return sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients)
+            gradients = self._edited(window, edits)
+            missing = [name for name in gradients if name in names and name not in self._norms]
+            self._norms |= {name: float(torch.linalg.vector_norm(gradients[name])) ** 2 for name in missing}
+            return sum(self._norms[name] for name in gradients if name in names)
 
     # the optimizer
 
@@ -126,7 +166,7 @@ class Unit:
         with self._lock:
             if self.optimizer is not None:
                 self._step(self.optimizer, self._edited(window, edits), options)
-            self._sum = self._gradients = None
+            self._forget()
             self.updated_window = window
             self.version += 1
 
@@ -137,7 +177,7 @@ class Unit:
             self.parameters[name].grad = gradients.get(name)
         for group, given in zip(optimizer.param_groups, options, strict=True):
             group.update(given)
-            if may_fuse(optimizer, given, self.layout.dtype):
+            if may_fuse(type(optimizer), given, self.layout.dtype):
                 group["fused"] = True
         before = options_of(optimizer)
         optimizer.step()
@@ -152,12 +192,16 @@ class Unit:
         for name in self._stepped:
             self.parameters[name].grad = None
 
-    def states(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
-        """The optimizer's, of ``names``."""
-        if self.optimizer is None:
-            return {}
-        state = self.optimizer.state
-        return {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
+    @contextlib.contextmanager
+    def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
+        """The optimizer's, of ``names``, as long as somebody reads them."""
+        state = {} if self.optimizer is None else self.optimizer.state
+        yield {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
+
+    def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
+        """What they consist of."""
+        with self.states(names) as found:
+            return {name: list(state) for name, state in found.items()}
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse, as torch loads states: in the parameters' types."""

@@ -1,0 +1,60 @@
+"""NodeOptions: what an optimizer node is told where it is started: its command line, or HOLMES_NODE_MEMORY."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from lightning_holmes.errors import ConfigurationError
+
+MEMORY = "HOLMES_NODE_MEMORY"
+"""The environment variable that limits the memory of a node's process, where its command line does not."""
+IN_MEMORY = "memory"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Of one node.
+
+    Attributes:
+        states: the folder for parameters and optimizer states; "memory"; None: as the workers say.
+        memory_bytes: of the process at most; None: what the host has.
+    """
+
+    states: str | None = None
+    memory_bytes: int | None = None
+
+    @classmethod
+    def given(cls, states: str | None, memory: str | None) -> "NodeOptions":
+        """As written on a command line; ``memory`` else as the environment has it.
+
+        Raises:
+            ConfigurationError: that is no number of bytes.
+        """
+        memory = memory or os.environ.get(MEMORY)
+        return cls(states=states, memory_bytes=None if memory is None else parse_bytes(memory))
+
+    def folder(self, told: str, *, name: str) -> str | None:
+        """Where states go, if the workers say ``told``; None: into memory.
+
+        Raises:
+            ConfigurationError: node and workers name different folders.
+        """
+        states = told if self.states is None else self.states
+        if told not in (IN_MEMORY, states):
+            raise ConfigurationError(
+                f"{name} was started with --states {states}, and the workers have optimizer_states={told!r}: leave one of them out"
+            )
+        return None if states == IN_MEMORY else states
+
+
+def parse_bytes(text: str) -> int:
+    """512M, 1.5G, 4096; with 1024 to the unit.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigurationError(f"--memory {text!r} is no number of bytes; write 512M, 8G or 1.5T")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,0 +1,319 @@
+"""StoredUnit: a Unit whose values, states and gradients lie in a file, and are in memory only while somebody needs them.
+
+    unit = StoredUnit(3, layout, kind, told, num_workers=2, store=store, needs=needs)
+    unit.prepare()                                       # starts to read; waits for memory
+    unit.update(window, edits, options)                  # writes behind itself
+    with unit.values() as values: ...                    # reads them, if they are not in memory
+
+The optimizer's object is the same as in memory: for a step its parameters and states are views of what was read. What it gives is so
+the same, bit for bit. States of a few elements (Adam's step) stay in memory.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.optim.node.description import UnitLayout
+from lightning_holmes.optim.node.disk import Transfer, add_from
+from lightning_holmes.optim.node.memory import Held, pages
+from lightning_holmes.optim.node.store import ALIGNED, Needs, StateStore
+from lightning_holmes.optim.node.unit import Edit, Unit
+
+_SMALL = 64  # elements
+
+Entry = tuple[int, torch.Size, torch.dtype]
+"""Where in it a state begins, and what it is."""
+
+
+class StoredUnit(Unit):
+    """Number ``index`` of the units of ``store``; see Unit for the others."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        kind: type[Optimizer],
+        told: Mapping[str, Any],
+        *,
+        num_workers: int,
+        store: StateStore,
+        needs: Needs,
+    ) -> None:
+        self._index, self._store, self._needs = index, store, needs
+        self._values_at, self._gradient_at, self._states_at = (
+            store.place(needs[key]) for key in ("values", "gradient", "states")
+        )
+        self._capacity = pages(needs["states"])
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._end = 0  # of the last entry
+        self._small: dict[
+            str, dict[str, Any]
+        ] = {}  # what else the optimizer keeps, by name; whoever has states is here
+        self._writes: dict[int, Transfer] = {}  # the last one of each part of the file
+        self._is_spilled = False
+        self._ahead: _Prepared | None = None
+        super().__init__(layout, kind, told, num_workers=num_workers)
+
+    def _start(self) -> dict[str, Tensor]:
+        blank = torch.zeros((), dtype=self.layout.dtype)
+        return {name: blank.expand(shape) for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)}
+
+    # values
+
+    def _read_values(self, buffer: Tensor) -> Transfer:  # what is being written is borrowed, and not read
+        return self._store.file.read(self._values_at, buffer)
+
+    def _flat(self, buffer: Tensor) -> Tensor:
+        return buffer[: self._needs["values"]].view(self.layout.dtype)
+
+    @contextlib.contextmanager
+    def values(self) -> Generator[Tensor, None, None]:
+        held = self._store.cache.borrow(self._index, self._needs["values"], self._read_values)
+        try:
+            held.wait()
+            yield self._flat(held.buffer)
+        finally:
+            self._store.cache.give_back(self._index)
+
+    def keep(self, values: Tensor, version: int) -> None:
+        with self._lock:
+            held = self._store.cache.borrow(self._index, self._needs["values"], None)
+            held.wait()
+            self._flat(held.buffer).copy_(values)
+            self._write(self._values_at, held.buffer, lambda: self._store.cache.give_back(self._index))
+            self.wait_for_writes()
+        self.version = version
+
+    # the file
+
+    def _write(self, offset: int, buffer: Tensor, then: Callable[[], None]) -> None:
+        """``then`` is called when it is done."""
+        if offset != self._gradient_at:  # which is of no commit
+            self._store.dirty()
+        transfer = self._store.file.write(offset, buffer)
+        self._writes[offset] = transfer
+
+        def done(error: HolmesError | None) -> None:
+            then()
+            if error is not None:
+                self._store.fail(error)
+            self._store.on_room()
+
+        transfer.then(done)
+
+    def wait_for_writes(self) -> None:
+        for transfer in list(self._writes.values()):
+            transfer.wait()
+
+    # gradients
+
+    def _add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
+        if self._is_spilled and window == self._window:
+            self.wait_for_writes()
+            add_from(self._store.file, self._gradient_at, gradient, self._store.pieces)
+            self._is_spilled = False
+        super()._add(window, touched, gradient, is_last)
+        if self._sum is not gradient:
+            self._store.gradients.give(gradient)
+
+    def _forget(self) -> None:
+        if self._sum is not None:
+            self._store.gradients.give(self._sum)
+        self._is_spilled = False
+        super()._forget()
+
+    def spill(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False  # it is being stepped, or summed
+        try:
+            if self._sum is None or self._gradients is not None or self._turn or self._ahead is not None:
+                return False
+            buffer = self._store.gradients.whole(self._sum)
+            self._sum, self._is_spilled = None, True
+            self._write(self._gradient_at, buffer, lambda: self._store.gradients.give(buffer))
+            return True
+        finally:
+            self._lock.release()
+
+    def _raw(self, buffer: Tensor) -> Tensor:
+        return buffer[: self._needs["gradient"]].view(self.layout.gradient_dtype)
+
+    def _read_gradient(self, buffer: Tensor) -> Transfer:
+        self.wait_for_writes()
+        return self._store.file.read(self._gradient_at, buffer[: pages(self._needs["gradient"])])
+
+    def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
+        """What was written is read, unless that was done for another worker."""
+        with self._lock:
+            known = not edits and (self._reached & set(names)) <= self._norms.keys()
+            if not self._is_spilled or window != self._window:
+                return super().norm_squared(window, names, edits)
+            if known:
+                return sum(self._norms[name] for name in self.layout.names if name in self._reached and name in names)
+            buffer = self._store.states.take(self._needs["gradient"])
+            self._read_gradient(buffer).wait()
+            self._sum, self._num_edited = self._raw(buffer), 0
+            try:
+                return super().norm_squared(window, names, edits)
+            finally:
+                self._sum, self._gradients, self._num_edited = None, None, 0
+                if edits:
+                    self._norms.clear()
+                self._store.states.give(buffer)
+
+    # the optimizer
+
+    def prepare(self, *, ahead: bool = False) -> bool:
+        store = self._store
+        if self.optimizer is None or self._ahead is not None:
+            return True
+        size = self._capacity + (pages(self._needs["gradient"]) if store.spills else 0)
+        num_bytes = self._needs["values"]
+        if ahead:
+            slot = store.states.try_to_take(size, leave=store.slot_bytes)
+            if slot is None:
+                return False
+            leave = store.largest["values"]
+            held = store.cache.try_to_borrow(self._index, num_bytes, self._read_values, leave=leave)
+            if held is None:
+                store.states.give(slot)
+                return False
+        else:
+            slot = store.states.take(size)
+            held = store.cache.borrow(self._index, num_bytes, self._read_values)
+        self.wait_for_writes()
+        reads = [store.file.read(self._states_at, slot[: self._capacity])] if self._entries else []
+        with self._lock:
+            has_gradient = self._is_spilled and not ahead
+            if has_gradient:
+                reads.append(self._read_gradient(slot[self._capacity :]))
+            self._ahead = _Prepared(slot, held, reads, has_gradient)
+        return True
+
+    def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
+        """After :meth:`prepare`."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+            if self.optimizer is None:
+                super().update(window, edits, options)
+                return
+            assert ahead is not None
+            if self._is_spilled:
+                raw = ahead.slot[self._capacity :]
+                if not ahead.has_gradient:
+                    ahead.reads.append(self._read_gradient(raw))
+                self._sum, self._num_edited = self._raw(raw), 0
+            ahead.wait()
+            for name, view in self.layout.views(self._flat(ahead.held.buffer)).items():
+                self.parameters[name].data = view
+            for name, state in self._views(ahead.slot).items():
+                self.optimizer.state[self.parameters[name]] = state
+            super().update(window, edits, options)
+            self._take_states(self.optimizer, ahead.slot)
+            for name, blank in self._start().items():
+                self.parameters[name].data = blank
+            self._write(self._values_at, ahead.held.buffer, lambda: self._store.cache.give_back(self._index))
+            self._write(self._states_at, ahead.slot[: self._capacity], lambda: self._store.states.give(ahead.slot))
+
+    def _views(self, slot: Tensor) -> dict[str, dict[str, Any]]:
+        """The states by name, those that are large in ``slot``."""
+        found = {name: dict(small) for name, small in self._small.items()}
+        for (name, key), entry in self._entries.items():
+            found[name][key] = _view(slot, entry)
+        return found
+
+    def _take_states(self, optimizer: Optimizer, slot: Tensor) -> None:
+        """Put what the optimizer keeps into ``slot``, as far as it is not there, and leave it nothing."""
+        for name, parameter in self.parameters.items():
+            state = optimizer.state.pop(parameter, None)
+            if state is None:
+                continue
+            large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > _SMALL}
+            self._small[name] = {key: value for key, value in state.items() if key not in large}
+            for gone in [entry for entry in self._entries if entry[0] == name and entry[1] not in large]:
+                del self._entries[gone]
+            for key, value in large.items():
+                entry = self._entries.get((name, key))
+                if entry is None or entry[1:] != (value.shape, value.dtype):
+                    entry = self._entries[name, key] = self._enter(optimizer, value)
+                view = _view(slot, entry)
+                if view.data_ptr() != value.data_ptr():
+                    view.copy_(value)
+
+    def _enter(self, optimizer: Optimizer, value: Tensor) -> Entry:
+        start = self._end
+        self._end += -(-value.nbytes // ALIGNED) * ALIGNED
+        if self._end > self._capacity:
+            raise UnsupportedModuleError(
+                f"{type(optimizer).__name__} keeps more for {self.layout.names[0]} and its like than a test of it showed, or states "
+                f'whose shape changes: {self._end} bytes for {self._needs["states"]}; use optimizer_states="memory"'
+            )
+        return start, value.shape, value.dtype
+
+    @contextlib.contextmanager
+    def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
+        if self._small.keys().isdisjoint(names):
+            yield {}
+            return
+        slot = self._store.states.take(self._capacity)
+        try:
+            with self._lock:  # the version that was waited for is written now, if not before
+                self.wait_for_writes()
+                if self._entries:
+                    self._store.file.read(self._states_at, slot[: self._capacity]).wait()
+            yield {name: state for name, state in self._views(slot).items() if name in names}
+        finally:
+            self._store.states.give(slot)
+
+    def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
+        found = {name: list(small) for name, small in self._small.items() if name in names}
+        for name, key in self._entries:
+            if name in names:
+                found[name].append(key)
+        return found
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        if self.optimizer is None:
+            return
+        with self._lock:
+            if self._ahead is not None:
+                self._ahead.wait()
+                self._store.states.give(self._ahead.slot)
+                self._store.cache.give_back(self._index)
+                self._ahead = None
+            super().load(states)
+            self._small.clear()
+            self._entries.clear()
+            self._end = 0
+            slot = self._store.states.take(self._capacity)
+            self._take_states(self.optimizer, slot)
+            self.wait_for_writes()
+            self._write(self._states_at, slot[: self._capacity], lambda: self._store.states.give(slot))
+            self.wait_for_writes()
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What the next step needs, on its way: memory of the states, and of a gradient that was written; the values; what brings them."""
+
+    slot: Tensor
+    held: Held
+    reads: list[Transfer]
+    has_gradient: bool
+
+    def wait(self) -> None:
+        """Raises what the disk says."""
+        for transfer in self.reads:
+            transfer.wait()
+        self.held.wait()
+
+
+def _view(slot: Tensor, entry: Entry) -> Tensor:
+    start, shape, dtype = entry
+    return slot[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

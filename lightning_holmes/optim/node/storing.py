@@ -1,0 +1,76 @@
+"""Where an optimizer node keeps its units: in memory, or in a file, with as much memory as it may take."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+from torch.optim import Optimizer
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.node.description import UnitLayout, may_fuse
+from lightning_holmes.optim.node.node_options import NodeOptions
+from lightning_holmes.optim.node.store import StateStore, default_limit, needs_of, path_in
+from lightning_holmes.optim.node.stored_unit import StoredUnit
+from lightning_holmes.optim.node.unit import Unit
+
+
+def make_units(
+    kind: type[Optimizer],
+    told: Mapping[str, Any],
+    layouts: Mapping[int, UnitLayout],
+    *,
+    name: str,
+    options: NodeOptions,
+) -> tuple[Mapping[int, Unit], StateStore | None]:
+    """The units of a service, by number, and where they are stored, if not in memory.
+
+    Args:
+        told: what workers say; see Service.
+        name: of the node and its workers, for messages and files.
+
+    Raises:
+        ConfigurationError: there is not the memory, or not the space.
+    """
+    optimizer, num_workers = told["optimizer"], told["num_workers"]
+    needs = {index: needs_of(layout, optimizer["state_bytes"]) for index, layout in layouts.items()}
+    folder = options.folder(told["states"], name=name)
+    limit = options.memory_bytes
+    if folder is None:
+        if limit is not None:
+            _check_memory(needs, limit, name=name)
+        return {i: Unit(layouts[i], kind, optimizer, num_workers=num_workers) for i in layouts}, None
+    if not layouts:
+        return {}, None
+    # an update's own memory: first states, and states that are loaded, come into new memory; others than fused kernels have
+    # intermediate values, and gradients of another type are cast
+    fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())
+    beside = max(
+        2 * needs[i]["states"]
+        + (0 if fuses else 3) * needs[i]["values"]
+        + (0 if layout.dtype == layout.gradient_dtype else needs[i]["values"])
+        for i, layout in layouts.items()
+    )
+    resident = psutil.Process().memory_info().rss
+    store = StateStore(
+        path_in(folder, name),
+        needs,
+        limit_bytes=resident + ((limit or default_limit()) - resident) // told["num_places"],
+        beside=beside,
+        num_workers=num_workers,
+        name=name,
+    )
+    units = {
+        i: StoredUnit(i, layout, kind, optimizer, num_workers=num_workers, store=store, needs=needs[i])
+        for i, layout in layouts.items()
+    }
+    return units, store
+
+
+def _check_memory(needs: Mapping[int, Mapping[str, int]], limit: int, *, name: str) -> None:
+    resident = psutil.Process().memory_info().rss
+    wanted = resident + sum(sum(unit.values()) for unit in needs.values())
+    if wanted > limit:
+        raise ConfigurationError(
+            f"{name}: parameters, gradients and optimizer states make {wanted / 1e6:.0f} MB of the process, more than its --memory "
+            f"{limit / 1e6:.0f}M: let them live on disk (--states FOLDER), or use more optimizer nodes"
+        )

@@ -1,0 +1,177 @@
+"""Updates: when an optimizer node steps its units, in two threads: one brings what a step needs, one computes.
+
+An update begins when every worker has committed it, and runs unit by unit in the order of the next forward. Where workers tell a step's
+options at its beginning ("begin"), a unit is updated when its last gradient has come, and the commit only confirms these; what is out of
+core is read ahead in the order of the backward, as far as there is room.
+
+    updates = Updates(units, num_workers=2, name="optimizer node 0", changed=..., fail=...)
+    updates.begin(message)                     # of each worker
+    updates.complete(unit, window)             # all workers' gradients of the window are in it
+    updates.commit(0, message)                 # of each worker
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_holmes.errors import ConnectionLostError, HolmesError
+from lightning_holmes.optim.node.unit import Edit, Unit
+
+
+class Updates:
+    """Of the ``units`` of a service, in the order of the forward.
+
+    Args:
+        changed: called after each.
+        committed: called with a window when all of its updates are where they stay.
+        fail: told what goes wrong; nothing is updated any more then.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        num_workers: int,
+        changed: Callable[[], None],
+        committed: Callable[[int], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.num_steps, self.seconds = 0, 0.0
+        self._units, self._num_workers = units, num_workers
+        self._changed, self._committed, self._fail = changed, committed, fail
+        self._lock = threading.Lock()
+        self._commits: list[dict[str, Any] | None] = [None] * num_workers
+        self._last_window = 0
+        self._begun: dict[int, list[dict[str, Any]]] = {}  # by window, of all workers
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ahead: deque[Unit] = deque()
+        self._ordered: dict[Unit, int] = {}  # the last window for which a unit's update was ordered
+        self._is_over = False
+        for name, run in (("prepare", self._prepare_all), ("update", self._work_all)):
+            threading.Thread(target=run, name=f"holmes-node-{name}", daemon=True).start()
+
+    # what workers say
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """A worker begins the last batch of a window, with these options."""
+        with self._lock:
+            told = self._begun.setdefault(message["window"], [])
+            told.append(message)
+            is_first = len(told) == 1
+        if is_first:
+            self._orders.put(self._look_ahead)
+
+    def complete(self, unit: Unit, window: int) -> None:
+        """The last gradients of a window are in ``unit``."""
+        self._orders.put(lambda: self._order(unit, window, (), self._options_begun(window)))
+
+    def commit(self, worker: int, message: dict[str, Any]) -> None:
+        """A worker's optimizer has stepped."""
+        with self._lock:
+            self._commits[worker] = message
+            if any(commit is None for commit in self._commits):
+                return
+            first, *others = [commit for commit in self._commits if commit is not None]
+            self._commits = [None] * self._num_workers
+        for other, commit in enumerate(others, start=1):
+            if commit != first:
+                what = next(key for key in first if commit.get(key) != first[key])
+                raise ConnectionLostError(
+                    f"workers 0 and {other} step with different {what}: {first[what]} and {commit[what]}"
+                )
+        self._orders.put(lambda: self._finish_step(first))
+
+    def on_room(self) -> None:
+        """Memory has become free: more can be read ahead."""
+        if self._ahead:
+            self._orders.put(lambda: None)
+
+    def close(self) -> None:
+        """Nothing is updated any more."""
+        self._is_over = True
+        self._orders.put(None)
+        self._work.put(None)
+
+    # the thread that prepares
+
+    def _prepare_all(self) -> None:
+        while (act := self._orders.get()) is not None:
+            try:
+                act()
+                while self._ahead and self._is_settled(self._ahead[0]) and self._ahead[0].prepare(ahead=True):
+                    self._ahead.popleft()
+            except Exception as error:
+                if not self._is_over:
+                    self._fail(error)
+
+    def _is_settled(self, unit: Unit) -> bool:
+        """Its last update has been made."""
+        return self._ordered.get(unit, 0) <= unit.updated_window
+
+    def _look_ahead(self) -> None:
+        self._ahead = deque(reversed(self._units))
+
+    def _options_begun(self, window: int) -> Sequence[Mapping[str, Any]]:
+        first, *others = self._begun[window]
+        if any(other != first for other in others):
+            raise ConnectionLostError(f"workers begin a step with different options: {first} and {others}")
+        options: Sequence[Mapping[str, Any]] = first["options"]
+        return options
+
+    def _order(self, unit: Unit, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+        unit.prepare()
+        self._ordered[unit] = window
+        self._work.put(lambda: self._update(unit, window, edits, options))
+
+    def _finish_step(self, commit: dict[str, Any]) -> None:
+        """Update what is not updated yet."""
+        window, options = commit["window"], commit["options"]
+        if window == self._last_window:
+            raise HolmesError(
+                "the optimizer steps twice with the gradients of one batch, which optimizer nodes let go of after the first step; "
+                "step once a batch, or use optimizer_nodes=0"
+            )
+        self._last_window = window
+        with self._lock:
+            begun = self._begun.pop(window, [])
+            self._begun = {w: messages for w, messages in self._begun.items() if w > window}
+        early = window in self._ordered.values()
+        if early and begun[0]["options"] != options:
+            raise HolmesError(
+                f"the optimizer's options were {begun[0]['options']} when a batch began, and {options} at its step, while optimizer "
+                f"nodes had updated layers already: change options in on_train_batch_start or before, or override "
+                f"on_before_optimizer_step, after which nodes wait for the step"
+            )
+        self._ahead.clear()
+        for unit in self._units:
+            if self._ordered.get(unit) != window:
+                self._order(unit, window, commit["edits"], options)
+        self._work.put(lambda: self._end_step(window))
+
+    # the thread that updates
+
+    def _work_all(self) -> None:
+        while (act := self._work.get()) is not None:
+            try:
+                act()
+            except Exception as error:
+                if not self._is_over:
+                    self._fail(error)
+
+    def _update(self, unit: Unit, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
+        began = time.perf_counter()
+        unit.update(window, edits, options)
+        self.seconds += time.perf_counter() - began
+        self._changed()
+
+    def _end_step(self, window: int) -> None:
+        for unit in self._units:
+            unit.wait_for_writes()
+        self._committed(window)
+        self.num_steps += 1

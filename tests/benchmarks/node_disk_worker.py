@@ -1,0 +1,88 @@
+"""An optimizer node with parameters and states of several times its memory on disk, and beside it who only reads and writes as much.
+
+    PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred
+
+Prints as JSON the seconds of a step's update, those that reading and writing the same bytes each way takes alone, before and after, and
+the peak of the process's memory beside its limit. Gradients come from a thread of the process as fast as the node takes them.
+"""
+
+import json
+import mmap
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from node_driver import Driver, told_of
+
+REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 5
+
+
+def bare_seconds(folder: str, num_bytes: int) -> float:
+    """To read ``num_bytes`` of a file and write them again, in requests of 4 MB, eight at once, past the page cache. The file was
+    written before: what never was is not read from the disk."""
+    path = Path(folder) / "bare"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    starts = range(0, num_bytes, REQUEST_BYTES)
+    buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(NUM_REQUESTS)]
+
+    def run(place: int, reads: bool) -> None:
+        for start in starts[place::NUM_REQUESTS]:
+            if reads:
+                os.preadv(fd, [buffers[place]], start)
+            os.pwritev(fd, [buffers[place]], start)
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        list(pool.map(run, range(NUM_REQUESTS), [False] * NUM_REQUESTS))
+        began = time.perf_counter()
+        list(pool.map(run, range(NUM_REQUESTS), [True] * NUM_REQUESTS))
+        seconds = time.perf_counter() - began
+    os.close(fd)
+    path.unlink()
+    return seconds
+
+
+def peak_bytes() -> int:
+    """Resident, since it was last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict[str, Any]:
+    """One run."""
+    torch.set_num_threads(1)
+    side = int(width)
+    told = told_of("adamw", num_layers=int(layers), shape=(side, side), num_workers=1, states=folder)
+    gradient = torch.full((side * side + side,), 1e-3)
+    Path("/proc/self/clear_refs").write_text("5")
+    resident = psutil.Process().memory_info().rss
+    driver = Driver(told, memory=int(memory_mb) * 1_000_000 - resident)
+    store = driver.service._store
+    assert store is not None
+    spilled = sum(4 * unit.numel for unit in driver.units.values()) if way == "deferred" else 0
+    num_bytes = store.moved_bytes + spilled
+    bare = [bare_seconds(folder, num_bytes)]
+    driver.run(num_windows=WINDOWS, gradient=gradient, is_eager=way == "eager", fetches=False)
+    assert driver.service._wait(lambda: len(driver.service._ends) == WINDOWS)
+    update = (driver.service._ends[-1] - driver.service._ends[0]) / (WINDOWS - 1)
+    peak = peak_bytes()
+    described = driver.service.describe()
+    driver.close()
+    bare.append(bare_seconds(folder, num_bytes))
+    return {
+        "described": described,
+        "parameters": sum(unit.numel for unit in driver.units.values()),
+        "bytes_each_way": num_bytes,
+        "update_s": update,
+        "bare_s": bare,
+        "peak_bytes": peak,
+        "limit_bytes": store.limit_bytes,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,41 @@
+"""How fast an optimizer node updates what it has on disk, beside a bare reader and writer of the same bytes in the same run."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.benchmark
+
+LAYERS, WIDTH, MEMORY_MB = 54, 2048, 680
+"""227 M parameters; with their states 2.72 GB, four times the memory of the node's process."""
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("way", ["eager", "deferred"])
+def test_updates_are_as_fast_as_the_disk(way: str, tmp_path: Path) -> None:
+    """At least 0.85 of the disk's own rate. Deferred, gradients are written and read, too, where they find no memory."""
+    command = [
+        sys.executable,
+        str(HERE / "node_disk_worker.py"),
+        str(tmp_path),
+        *map(str, (LAYERS, WIDTH, MEMORY_MB)),
+        way,
+    ]
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent / "optim"), *sys.path])
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    gigabytes, bare_s = found["bytes_each_way"] / 1e9, statistics.mean(found["bare_s"])
+    print(
+        f"\n{way}: {found['parameters'] / 1e6:.0f} M parameters, {gigabytes:.2f} GB each way, memory "
+        f"{found['peak_bytes'] / 1e6:.0f} of {found['limit_bytes'] / 1e6:.0f} MB; update {found['update_s']:.2f} s "
+        f"({gigabytes / found['update_s']:.2f} GB/s), the disk alone {' and '.join(f'{s:.2f}' for s in found['bare_s'])} s: "
+        f"{bare_s / found['update_s']:.2f}"
+    )
+    assert found["peak_bytes"] <= found["limit_bytes"]
+    assert bare_s / found["update_s"] >= 0.85
