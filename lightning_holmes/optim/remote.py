@@ -27,7 +27,6 @@ from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.remote_parameters import RemoteParameters
-from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.stage_shards import Part
 
 
@@ -185,8 +184,7 @@ class RemoteOptimizer:
             return
         for part in self._parameters.parts:
             link, unit = self._parameters.link_of(part)
-            kept = {n: {k: v for k, v in states[n].items() if k != MASTER_WEIGHT} for n in part.names if n in states}
-            link.ask({"ask": "load", "unit": unit, "states": kept})
+            link.ask({"ask": "load", "unit": unit, "states": {n: dict(states[n]) for n in part.names if n in states}})
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         replica = self._parameters.replica
@@ -240,6 +238,7 @@ class RemoteHost:
 
     Args:
         is_owner: whether this rank's copy of a parameter, by name, is the one that counts.
+        scaler: of ``precision="16-mixed"``, or None.
     """
 
     def __init__(
@@ -249,7 +248,9 @@ class RemoteHost:
         groups: ProcessGroups,
         *,
         is_owner: Callable[[str], bool],
+        scaler: Any,
     ) -> None:
+        self._scaler = scaler
         self.shards: RemoteOptimizer = shards
         self._reducer, self._groups, self._is_owner = reducer, groups, is_owner
 
@@ -262,7 +263,17 @@ class RemoteHost:
         """Nothing: hooks cannot change what they do not see."""
 
     def loss_factor(self) -> float | Tensor:
-        return 1.0
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def unscale(self, factor: float) -> bool:
+        """Let the nodes multiply gradients by ``factor`` before they step; whether any is not finite, on any stage. All ranks call."""
+        question = {"ask": "finite", "window": self._reducer.window}
+        overflows = not all(link.ask(question)["finite"] for link in self._reducer.shards.links)
+        found = torch.tensor(float(overflows))
+        if self._groups.pipeline is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.pipeline)
+        self.shards.edits.append(("scale", factor))
+        return bool(found)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         given = {id(p) for p in parameters}

@@ -24,6 +24,7 @@ from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
 
+_LOW = (torch.bfloat16, torch.float16)
 _LAST_VALUES_S = 10.0  # how long a run that has failed waits for the values of its last step
 
 
@@ -73,10 +74,11 @@ class RemoteParameters(StageShards):
         self._link_of: Mapping[int, NodeLink] = {}
         self._has_failed = False
 
-    def lay_out_units(self, gradient_dtype: torch.dtype | None) -> dict[int, UnitLayout]:
+    def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
         """The units that nodes shall hold, numbered, in the order of the forward.
 
         Args:
+            master_weights: they hold and step low precision in fp32.
             gradient_dtype: in which gradients gather; None: each in its parameters' own.
         """
         for stage, ranks, names in self._grouped():
@@ -91,7 +93,8 @@ class RemoteParameters(StageShards):
                 shapes=tuple(tuple(shape) for shape in part.shapes),
                 starts=part.starts,
                 numel=part.numel,
-                dtype=part.dtype,
+                dtype=torch.float32 if master_weights and part.is_trained and part.dtype in _LOW else part.dtype,
+                sent_dtype=part.dtype,
                 gradient_dtype=gathered_dtype(part, gradient_dtype),
                 is_trained=part.is_trained,
             )

@@ -24,6 +24,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -35,7 +36,7 @@ from lightning_holmes.strategy.compat.averaging import WeightAverages
 from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
-from lightning_holmes.strategy.compat.loss_scaling import unscaling_parts
+from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
 from lightning_holmes.strategy.gradients import (
     Gradients,
     make_gradients,
@@ -127,7 +128,7 @@ class Fit(Run):
         self.parameter_groups.keep_local()
         assert self.planned is not None
         if options.optimizer_nodes:
-            self.gradients = self._make_remote_gradients(self._found)
+            self.gradients = self._make_remote_gradients(self._found, scaler)
         elif self.planned.sharded_parameters:
             self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
@@ -147,6 +148,8 @@ class Fit(Run):
         undo.callback(self._close_gradients)
         if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
             self._averages.shard(self.stage_shards)
+        if scaler is not None and isinstance(self.gradients.host, RemoteHost):
+            undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
@@ -206,7 +209,7 @@ class Fit(Run):
             all_gather=connection.all_gather,
         )
 
-    def _make_remote_gradients(self, found: Separability | None) -> Gradients:
+    def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Parameters on optimizer nodes from now on."""
         job, count = self.job, self.options.optimizer_nodes
         found, optimizer = self._admitted(found, f"optimizer_nodes={count}")
@@ -229,9 +232,11 @@ class Fit(Run):
             nodes=job.optimizer_nodes(count),
             optimizer_states=self.options.optimizer_states,
             state_bytes=found.state_bytes,
+            master_weights=sharding.keeps_masters(self.options.sharding_options, self.module),
             keep_parameters=self.options.keep_parameters,
             all_gather=job.connection.all_gather,
             is_eager=not deferred,
+            scaler=scaler,
         )
 
     def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:

@@ -193,17 +193,21 @@ def make_remote_gradients(
     optimizer_states: str,
     state_bytes: float,
     keep_parameters: bool | Literal["auto"],
+    master_weights: bool,
     all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
+    scaler: Any,
 ) -> Gradients:
     """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
         state_bytes: of the optimizer's states for each element of a parameter.
+        master_weights: nodes step fp32 weights, from which parameters are rounded.
         keep_parameters: from the forward to the backward.
         all_gather: what each rank of WORLD gives, on every rank.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
+        scaler: of ``precision="16-mixed"``, or None.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
@@ -222,12 +226,13 @@ def make_remote_gradients(
         queue=make_comm_queue(device),
         keeps=keeps,
     )
-    units = remote.lay_out_units(dtype)
+    units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name
     marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
     links, place_of = nodes.open(
         units,
-        describe_optimizer(optimizer, names, marks) | {"state_bytes": state_bytes},
+        describe_optimizer(optimizer, names, marks)
+        | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
         num_pipelines=plan.placement.pipeline_parallel_size,
         num_workers=size,
@@ -251,7 +256,7 @@ def make_remote_gradients(
     return Gradients(
         reducer=reducer,
         exchange=Layered(remote, reducer, states),
-        host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner),
+        host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
         stage_shards=remote,
     )
 

@@ -156,7 +156,6 @@ class Options:
                 self.sharded_optimizer is True,
                 "nodes hold its states, and replicas no shares of them",
             ),
-            ("master_weights", self.master_weights, "nodes step parameters in their own type"),
             (
                 "tensor_parallel_size",
                 self.tensor_parallel_size > 1,

@@ -223,8 +223,12 @@ def refusal_of_nodes(found: Separability, optimizer: Optimizer, trainer: "pl.Tra
     device = trainer.strategy.root_device
     if device.type != "cpu":
         refusal = refusal or f"workers on {device} are not built yet, only such on the CPU"
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        refusal = refusal or 'the GradScaler of precision="16-mixed" looks at gradients, which workers do not keep'
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if scaled and any(group.get("fused") for group in optimizer.param_groups):
+        refusal = (
+            refusal
+            or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
+        )
     if torch.is_anomaly_enabled():
         refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal
@@ -235,6 +239,8 @@ def why_deferred(trainer: "pl.Trainer") -> str:
     a batch's beginning and the step needs gradients, or may change it or leave it out."""
     if trainer.gradient_clip_val:
         return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients first"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "a GradScaler leaves out steps that overflow"
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     found = overridden_hooks(trainer.lightning_module, users_callbacks(callbacks), _BEFORE_STEP)
     return next((f"{type(owner).__name__}.{hook} may change a step or leave it out" for owner, hook in found), "")

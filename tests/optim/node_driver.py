@@ -27,7 +27,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def told_of(
-    optimizer: str, *, num_layers: int, shape: tuple[int, int], num_workers: int, states: str
+    optimizer: str,
+    *,
+    num_layers: int,
+    shape: tuple[int, int],
+    num_workers: int,
+    states: str,
+    sent_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """What workers tell: layers of a matrix and a bias, which Muon leaves alone."""
     names = [f"{kind}{i}" for i in range(num_layers) for kind in ("weight", "bias")]
@@ -42,6 +48,7 @@ def told_of(
             starts=(0, size),
             numel=size + shape[0],
             dtype=torch.float32,
+            sent_dtype=sent_dtype,
             gradient_dtype=torch.float32,
             is_trained=True,
         )
@@ -67,7 +74,8 @@ class Driver:
         self.units = {i: UnitLayout.from_plain(unit) for i, unit in told["units"].items()}
         random = torch.Generator().manual_seed(1)
         for i, unit in self.units.items():
-            self.ask(0, {"ask": "keep", "unit": i, "values": torch.randn(unit.numel, generator=random), "version": 1})
+            values = torch.randn(unit.numel, generator=random).to(unit.sent_dtype)
+            self.ask(0, {"ask": "keep", "unit": i, "values": values, "version": 1})
 
     def ask(
         self, worker: int, message: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: None

@@ -100,6 +100,7 @@ def layout() -> UnitLayout:
         starts=(0, 2),
         numel=5,
         dtype=torch.float32,
+        sent_dtype=torch.float32,
         gradient_dtype=torch.float32,
         is_trained=True,
     )

@@ -34,8 +34,10 @@ CASES = selected(
 )
 
 
-def run(optimizer: str, way: str, num_workers: int, states: str, memory: int | None) -> list[Any]:
-    told = told_of(optimizer, num_layers=8, shape=(64, 96), num_workers=num_workers, states=states)
+def run(
+    optimizer: str, way: str, num_workers: int, states: str, memory: int | None, sent: torch.dtype = torch.float32
+) -> list[Any]:
+    told = told_of(optimizer, num_layers=8, shape=(64, 96), num_workers=num_workers, states=states, sent_dtype=sent)
     driver = Driver(told, memory=memory)
     try:
         driver.run(num_windows=3, **WAYS[way])
@@ -54,6 +56,17 @@ def test_on_disk_it_is_the_same_bit_for_bit(
         assert torch.equal(values, others) and states.keys() == their_states.keys()
         assert all(torch.equal(state, their_states[key]) for key, state in states.items())
     assert not list(tmp_path.iterdir()), "files of an ended run"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_masters_on_disk_are_the_same_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    expected = run(optimizer, "eager", 2, "memory", None, torch.bfloat16)
+    found = run(optimizer, "eager", 2, str(tmp_path), OVERHEAD + ROOMS["some"], torch.bfloat16)
+    for (values, states), (others, their_states) in zip(found, expected, strict=True):
+        assert torch.equal(values, others) and values.dtype == torch.bfloat16
+        assert {name for name, key in states if key == "master_weight"} == {name for name, _ in states}
+        assert states.keys() == their_states.keys()
+        assert all(torch.equal(state, their_states[key]) for key, state in states.items())
 
 
 def test_loaded_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:

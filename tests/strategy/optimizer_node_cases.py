@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from covering import selected
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Tied
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
     found = run_cases(Path(name), cases)
     if size == 2:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
-    return found | (run_refusals(Path(name)) if size == 1 else {})
+    return found | (run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)} if size == 1 else {})
 
 
 def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
@@ -248,6 +249,19 @@ def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
             trainer.fit(module, datamodule=Data())
             weights.append(state_of(module))
         found[f"eager and deferred {optimizer}"] = weights
+    return found
+
+
+def run_scaled(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
+    """Weights and loss scale after fits in 16 bits, with a scale that fits and one that overflows at first."""
+    found: dict[str, Any] = {}
+    for name, first, options in (("fits", 2.0**8, {"gradient_clip_val": 0.2}), ("overflows", 2.0**40, {})):
+        scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        module = build()
+        trainer = make_trainer(folder, 6, strategy=strategy(1, 1), plugins=plugins, **options)
+        trainer.fit(module, datamodule=Data())
+        found[name] = {"weights": state_of(module), "scale": scaler.get_scale()}
     return found
 
 

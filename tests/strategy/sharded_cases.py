@@ -1,6 +1,7 @@
 """Fits with a sharded optimizer that are to show one thing each; run in every process of a job."""
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -135,6 +136,7 @@ def run_masters(payload: Any) -> dict[str, Any]:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(float(outputs["loss"]))
 
+    os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # of optimizer nodes
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
     states = ran.strategy._fit.shards.collect()

@@ -16,6 +16,7 @@ from optimizer_node_cases import (
     Data,
     build,
     make_trainer,
+    run_scaled,
     state_of,
     states_in,
     work,
@@ -78,6 +79,14 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any,
 def test_updates_before_the_step_are_those_at_the_step_bit_for_bit(optimizer: str, found: Records) -> None:
     for eager, deferred in found[f"eager and deferred {optimizer}"]:
         assert all(torch.equal(eager[name], deferred[name]) for name in deferred)
+
+
+def test_a_step_whose_gradients_overflow_is_left_out(folder: Path, found: Records) -> None:
+    expected = run_scaled(folder)
+    assert expected["overflows"]["scale"] < 2.0**40
+    for name, fit in found["scaled"][0].items():
+        assert fit["scale"] == expected[name]["scale"]
+        assert_same(fit["weights"], expected[name]["weights"])
 
 
 @pytest.mark.parametrize(("source", "target"), [(source, target) for source in RESUMED for target in RESUMED[source]])

@@ -4,11 +4,12 @@ Baseline: plain Lightning in this process, same batches (each replica has all of
 Tolerance: 1e-5 relative in fp32; 1e-2 for bf16 weights, one unit of their last place.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import launch
+from launch import forked_executable, launch
 from sharded_cases import AdamW, run_all
 from strategy_cases import build, samples
 from torch.utils.data import DataLoader
@@ -47,11 +48,24 @@ def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs
         assert "sharded_optimizer=True: the callback Unfreezing" in result["finetuning"]
 
 
-@pytest.mark.parametrize(("replicas", "sharded_parameters"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"sharded_parameters": True}),
+        (1, {"optimizer_nodes": 1, "keep_parameters": True}),
+        (2, {"optimizer_nodes": 1, "keep_parameters": False, "optimizer_states": "a folder"}),
+    ],
+    ids=str,
+)
 def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
-    replicas: int, sharded_parameters: bool
+    replicas: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {"sharded_parameters": sharded_parameters}
+    if "optimizer_nodes" in options:
+        options = options | {"python": forked_executable()}
+    if "optimizer_states" in options:
+        options = options | {"optimizer_states": str(tmp_path)}
     results = launch(replicas, "sharded_cases:run_masters", options, timeout_s=100)
     module = build(AdamW).bfloat16()
     masters = {n: p.detach().float().clone().requires_grad_() for n, p in module.named_parameters()}

@@ -29,6 +29,8 @@ class UnitLayout:
     Attributes:
         names, shapes, starts: of each parameter, and where it begins.
         numel: of all.
+        dtype: in which they are held, and stepped.
+        sent_dtype: in which workers have them.
         is_trained: gradients come for them.
         gradient_dtype: of these.
     """
@@ -38,8 +40,14 @@ class UnitLayout:
     starts: tuple[int, ...]
     numel: int
     dtype: torch.dtype
+    sent_dtype: torch.dtype
     gradient_dtype: torch.dtype
     is_trained: bool
+
+    @property
+    def has_masters(self) -> bool:
+        """Workers have parameters rounded from those that are held."""
+        return self.dtype != self.sent_dtype
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters in ``flat``, (numel,)."""
@@ -56,6 +64,7 @@ class UnitLayout:
             "starts": self.starts,
             "numel": self.numel,
             "dtype": str(self.dtype),
+            "sent_dtype": str(self.sent_dtype),
             "gradient_dtype": str(self.gradient_dtype),
             "is_trained": self.is_trained,
         }
@@ -63,7 +72,9 @@ class UnitLayout:
     @classmethod
     def from_plain(cls, told: Mapping[str, Any]) -> "UnitLayout":
         """The inverse."""
-        types = {key: getattr(torch, told[key].removeprefix("torch.")) for key in ("dtype", "gradient_dtype")}
+        types = {
+            key: getattr(torch, told[key].removeprefix("torch.")) for key in ("dtype", "sent_dtype", "gradient_dtype")
+        }
         return cls(**{**told, **types})
 
 

@@ -5,7 +5,7 @@ nothing comes back. On "pull" it asks and is answered:
 
     fetch {unit, version, whole}  the parameters, when they are of that version; "whole": only where no step is half done
     keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
-    norm {window, names, edits}   the square of their norm, when all workers' gradients have come
+    norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
     states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
     rest                          the run has ended well: from here on a connection may close
 
@@ -70,6 +70,7 @@ class Service:
             "fetch": self._fetch,
             "keep": self._keep,
             "norm": self._norm,
+            "finite": self._finite,
             "states": self._states,
             "keys": self._keys,
             "load": self._load,
@@ -226,6 +227,12 @@ class Service:
             return {}
         found = [unit.norm_squared(window, names, message["edits"]) for unit in self._units.values()]
         return {"squared": sum(found)}
+
+    def _finite(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
+        window = message["window"]
+        if not self._wait(lambda: min(self._done) >= window):
+            return {}
+        return {"finite": all(unit.is_finite(window) for unit in self._units.values())}
 
     def _states(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         unit, version = self._units[message["unit"]], message["version"]

@@ -24,6 +24,7 @@ from lightning_holmes.optim.node.disk import Transfer, add_from
 from lightning_holmes.optim.node.memory import Held, pages
 from lightning_holmes.optim.node.store import ALIGNED, Needs, StateStore
 from lightning_holmes.optim.node.unit import Edit, Unit
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 
 _SMALL = 64  # elements
 
@@ -77,15 +78,16 @@ class StoredUnit(Unit):
         held = self._store.cache.borrow(self._index, self._needs["values"], self._read_values)
         try:
             held.wait()
-            yield self._flat(held.buffer)
+            yield self._flat(held.buffer).to(self.layout.sent_dtype)
         finally:
             self._store.cache.give_back(self._index)
 
     def keep(self, values: Tensor, version: int) -> None:
         with self._lock:
-            held = self._store.cache.borrow(self._index, self._needs["values"], None)
+            read = self._read_values if self.version else None
+            held = self._store.cache.borrow(self._index, self._needs["values"], read)
             held.wait()
-            self._flat(held.buffer).copy_(values)
+            self._follow(self._flat(held.buffer), values)
             self._write(self._values_at, held.buffer, lambda: self._store.cache.give_back(self._index))
             self.wait_for_writes()
         self.version = version
@@ -148,24 +150,36 @@ class StoredUnit(Unit):
         self.wait_for_writes()
         return self._store.file.read(self._gradient_at, buffer[: pages(self._needs["gradient"])])
 
-    def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
-        """What was written is read, unless that was done for another worker."""
-        with self._lock:
-            known = not edits and (self._reached & set(names)) <= self._norms.keys()
-            if not self._is_spilled or window != self._window:
-                return super().norm_squared(window, names, edits)
-            if known:
-                return sum(self._norms[name] for name in self.layout.names if name in self._reached and name in names)
-            buffer = self._store.states.take(self._needs["gradient"])
+    @contextlib.contextmanager
+    def _gradients_at_hand(self, window: int) -> Generator[None, None, None]:
+        """What was written is read, for as long as somebody looks at it."""
+        if not self._is_spilled or window != self._window:
+            yield
+            return
+        buffer = self._store.states.take(self._needs["gradient"])
+        try:
             self._read_gradient(buffer).wait()
             self._sum, self._num_edited = self._raw(buffer), 0
-            try:
-                return super().norm_squared(window, names, edits)
-            finally:
-                self._sum, self._gradients, self._num_edited = None, None, 0
-                if edits:
-                    self._norms.clear()
-                self._store.states.give(buffer)
+            yield
+        finally:
+            self._sum, self._gradients, self._num_edited = None, None, 0
+            self._store.states.give(buffer)
+
+    def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
+        with self._lock:
+            wanted = [name for name in self.layout.names if name in self._reached and name in names]
+            if self._is_spilled and window == self._window and not edits and self._norms.keys() >= set(wanted):
+                return sum(self._norms[name] for name in wanted)  # it was read for another worker
+            with self._gradients_at_hand(window):
+                try:
+                    return super().norm_squared(window, names, edits)
+                finally:
+                    if self._is_spilled and edits:  # they are made again when it is read again
+                        self._norms.clear()
+
+    def is_finite(self, window: int) -> bool:
+        with self._lock, self._gradients_at_hand(window):
+            return super().is_finite(window)
 
     # the optimizer
 
@@ -210,16 +224,18 @@ class StoredUnit(Unit):
                     ahead.reads.append(self._read_gradient(raw))
                 self._sum, self._num_edited = self._raw(raw), 0
             ahead.wait()
-            for name, view in self.layout.views(self._flat(ahead.held.buffer)).items():
-                self.parameters[name].data = view
+            self._show(self.layout.views(self._flat(ahead.held.buffer)))
             for name, state in self._views(ahead.slot).items():
                 self.optimizer.state[self.parameters[name]] = state
             super().update(window, edits, options)
             self._take_states(self.optimizer, ahead.slot)
-            for name, blank in self._start().items():
-                self.parameters[name].data = blank
+            self._show(self._start())
             self._write(self._values_at, ahead.held.buffer, lambda: self._store.cache.give_back(self._index))
             self._write(self._states_at, ahead.slot[: self._capacity], lambda: self._store.states.give(ahead.slot))
+
+    def _show(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.parameters[name].data = value
 
     def _views(self, slot: Tensor) -> dict[str, dict[str, Any]]:
         """The states by name, those that are large in ``slot``."""
@@ -258,7 +274,7 @@ class StoredUnit(Unit):
 
     @contextlib.contextmanager
     def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
-        if self._small.keys().isdisjoint(names):
+        if self._small.keys().isdisjoint(names) and not self.layout.has_masters:
             yield {}
             return
         slot = self._store.states.take(self._capacity)
@@ -267,7 +283,16 @@ class StoredUnit(Unit):
                 self.wait_for_writes()
                 if self._entries:
                     self._store.file.read(self._states_at, slot[: self._capacity]).wait()
-            yield {name: state for name, state in self._views(slot).items() if name in names}
+            found = {name: state for name, state in self._views(slot).items() if name in names}
+            if not self.layout.has_masters:
+                yield found
+                return
+            held = self._store.cache.borrow(self._index, self._needs["values"], self._read_values)
+            try:
+                held.wait()
+                yield self._with_masters(found, names, self._flat(held.buffer))
+            finally:
+                self._store.cache.give_back(self._index)
         finally:
             self._store.states.give(slot)
 
@@ -276,6 +301,8 @@ class StoredUnit(Unit):
         for name, key in self._entries:
             if name in names:
                 found[name].append(key)
+        for name in self._stepped.intersection(names) if self.layout.has_masters else ():
+            found.setdefault(name, []).append(MASTER_WEIGHT)
         return found
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -287,7 +314,12 @@ class StoredUnit(Unit):
                 self._store.states.give(self._ahead.slot)
                 self._store.cache.give_back(self._index)
                 self._ahead = None
+            held = self._store.cache.borrow(self._index, self._needs["values"], self._read_values)
+            held.wait()
+            self._show(self.layout.views(self._flat(held.buffer)))
             super().load(states)
+            self._show(self._start())
+            self._write(self._values_at, held.buffer, lambda: self._store.cache.give_back(self._index))
             self._small.clear()
             self._entries.clear()
             self._end = 0

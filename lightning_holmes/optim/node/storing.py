@@ -42,12 +42,13 @@ def make_units(
     if not layouts:
         return {}, None
     # an update's own memory: first states, and states that are loaded, come into new memory; others than fused kernels have
-    # intermediate values, and gradients of another type are cast
+    # intermediate values; gradients of another type are cast, and masters rounded
     fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())
     beside = max(
         2 * needs[i]["states"]
         + (0 if fuses else 3) * needs[i]["values"]
         + (0 if layout.dtype == layout.gradient_dtype else needs[i]["values"])
+        + (num_workers * layout.numel * layout.sent_dtype.itemsize if layout.has_masters else 0)
         for i, layout in layouts.items()
     )
     resident = psutil.Process().memory_info().rss

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, may_fuse, options_of
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 
 Edit = tuple[str, float]
 """What clipping does to the gradients that the optimizer steps with: ("scale", factor) or ("clamp", largest value)."""
@@ -62,17 +63,23 @@ class Unit:
 
     def keep(self, values: Tensor, version: int) -> None:
         """Values from a worker, (numel,)."""
-        with torch.no_grad():
-            self._values.copy_(values)
+        self._follow(self._values, values)
         self.version = version
+
+    def _follow(self, held: Tensor, values: Tensor) -> None:
+        """Hold ``values``; of masters those that are rounded to them stay."""
+        with torch.no_grad():
+            if self.layout.has_masters and self.version:
+                values = torch.where(held.to(values.dtype) == values, held, values.to(held.dtype))
+            held.copy_(values)
 
     def wait_for_writes(self) -> None:
         """Until everything is where it stays."""
 
     @contextlib.contextmanager
     def values(self) -> Generator[Tensor, None, None]:
-        """(numel,), as long as somebody reads them."""
-        yield self._values
+        """(numel,), as workers have them, as long as somebody reads them."""
+        yield self._values.to(self.layout.sent_dtype)
 
     def prepare(self, *, ahead: bool = False) -> bool:
         """Start to bring what :meth:`update` needs, before it is called.
@@ -155,6 +162,12 @@ class Unit:
             self._norms |= {name: float(torch.linalg.vector_norm(gradients[name])) ** 2 for name in missing}
             return sum(self._norms[name] for name in gradients if name in names)
 
+    def is_finite(self, window: int) -> bool:
+        """Whether all gradients with which the optimizer steps are."""
+        with self._lock:
+            gradients = self._edited(window, ())
+            return all(bool(g.isfinite().all()) for name, g in gradients.items() if name in self._stepped)
+
     # the optimizer
 
     def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
@@ -196,7 +209,14 @@ class Unit:
     def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
         """The optimizer's, of ``names``, as long as somebody reads them."""
         state = {} if self.optimizer is None else self.optimizer.state
-        yield {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
+        found = {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
+        yield self._with_masters(found, names, self._values) if self.layout.has_masters else found
+
+    def _with_masters(
+        self, states: dict[str, dict[str, Any]], names: Collection[str], values: Tensor
+    ) -> dict[str, dict[str, Any]]:
+        masters = {n: v for n, v in self.layout.views(values).items() if n in names and n in self._stepped}
+        return {n: states.get(n, {}) | {MASTER_WEIGHT: master} for n, master in masters.items()}
 
     def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
         """What they consist of."""
@@ -207,8 +227,14 @@ class Unit:
         """The inverse, as torch loads states: in the parameters' types."""
         if self.optimizer is None:
             return
+        for name in states if self.layout.has_masters else ():
+            saved = states[name].get(MASTER_WEIGHT)
+            if saved is not None:  # unless other weights were loaded, say
+                sent, master = self.layout.sent_dtype, self.parameters[name].detach()
+                master.copy_(torch.where(saved.to(sent) == master.to(sent), saved, master))
+        states = {n: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}
         held = self.optimizer.state_dict()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         names = {id(p): n for n, p in self.parameters.items()}
-        held["state"] = {i: dict(states[names[id(p)]]) for i, p in enumerate(params) if names[id(p)] in states}
+        held["state"] = {i: states[names[id(p)]] for i, p in enumerate(params) if states.get(names[id(p)])}
         self.optimizer.load_state_dict(held)

@@ -1,12 +1,15 @@
-"""A GradScaler beside sharded parameters: torch's unscales DTensors and plain tensors in one operator, which takes no mixture.
+"""A GradScaler where gradients are no plain tensors of this process: torch's unscales DTensors and plain tensors in one operator, which
+takes no mixture, and finds none where optimizer nodes have them.
 
 with unscaling_parts(scaler): ...
+with unscaling_on_nodes(scaler, host.unscale): ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,6 +32,27 @@ def unscaling_parts(scaler: Any) -> Iterator[None]:
         finally:
             for group, parameters in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = parameters
+
+    with Replacements() as run:
+        run.replace(scaler, unscale_=unscale_)
+        yield
+
+
+@contextmanager
+def unscaling_on_nodes(scaler: Any, unscale: Callable[[float], bool]) -> Iterator[None]:
+    """Inside, ``scaler.unscale_`` calls ``unscale`` with the factor, and sees an overflow where that tells one: it then leaves out the
+    step, so that nodes are told of none, and lowers the scale."""
+    own = scaler.unscale_
+
+    def unscale_(optimizer: Optimizer) -> None:
+        shown = nn.Parameter(torch.zeros(1))
+        shown.grad = torch.full((1,), float("inf") if unscale(1.0 / scaler.get_scale()) else 0.0)
+        group = optimizer.param_groups[0]
+        held, group["params"] = group["params"], [shown]
+        try:
+            own(optimizer)
+        finally:
+            group["params"] = held
 
     with Replacements() as run:
         run.replace(scaler, unscale_=unscale_)
