@@ -163,6 +163,15 @@ class Cluster:
         return next((speed for speed in self.speeds if speed.transport == transport), None)
 
 
+@record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerHost:
+    """A host without devices that is an optimizer node; ``cluster``: with whose hosts it shares a fast network, if with any."""
+
+    name: Text
+    cluster: str | None = None
+
+
 def check_ends(ends: tuple[str, str], rule: str) -> None:
     """Raise PlacedError if both ends are the same."""
     if ends[0] == ends[1]:

@@ -18,6 +18,7 @@ A topology file:
         fabric: roce              # optional: the kind of the network that all its hosts share
         hosts:
           - {name: gpu, count: 2, devices: 8, nics: [{name: mlx5_0, kind: roce}]}
+          - {name: cpu, role: optimizer}       # optional: no devices; holds parameters and optimizer states
     links:                        # optional: what is known about the way between two clusters
       - {ends: [berlin, paris], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}
 
@@ -49,6 +50,7 @@ from lightning_holmes.cluster.network import (
     Link,
     LinkSpeed,
     Nic,
+    OptimizerHost,
     TransportKind,
     Unreachable,
 )
@@ -71,6 +73,7 @@ __all__ = [
     "Link",
     "LinkSpeed",
     "Nic",
+    "OptimizerHost",
     "Topology",
     "TransportKind",
     "Unreachable",
@@ -88,6 +91,7 @@ class Topology:
         unreachable: pairs of hosts that did not reach each other when they were tried.
         warnings: what the user should know about how this topology came about.
         measured_at_s: when its speeds were measured (Unix time), if they were.
+        optimizer_hosts: without devices, which hold parameters and optimizer states.
         source: the file it came from, for messages only.
     """
 
@@ -96,6 +100,7 @@ class Topology:
     unreachable: tuple[Unreachable, ...] = ()
     warnings: tuple[str, ...] = ()
     measured_at_s: Annotated[float | None, Field(alias="measured_at")] = None
+    optimizer_hosts: tuple[OptimizerHost, ...] = ()
     source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +108,15 @@ class Topology:
         check_unique([(("clusters", i, "name"), name) for i, name in enumerate(clusters)], "clusters")
         places = [("clusters", i, "hosts", j, "name") for i, c in enumerate(self.clusters) for j in range(len(c.hosts))]
         hosts = [host.name for host in self.hosts]
-        check_unique(list(zip(places, hosts, strict=True)), "hosts")
+        places += [("optimizer_hosts", i, "name") for i in range(len(self.optimizer_hosts))]
+        check_unique(list(zip(places, [*hosts, *(h.name for h in self.optimizer_hosts)], strict=True)), "hosts")
+        for i, host in enumerate(self.optimizer_hosts):
+            if host.cluster is not None and host.cluster not in clusters:
+                raise PlacedError(
+                    f"the optimizer host {host.name!r} is in cluster {host.cluster!r}, and there are {', '.join(clusters)}; "
+                    f"leave its cluster out if it shares a fast network with none of them",
+                    ("optimizer_hosts", i, "cluster"),
+                )
         check_unique([(("links", i, "ends"), frozenset(link.ends)) for i, link in enumerate(self.links)], "links")
         for i, link in enumerate(self.links):
             _check_ends(link.ends, f"link {link.ends} must join two of the clusters", clusters, ("links", i, "ends"))
@@ -270,6 +283,10 @@ def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:
         found[i] = {}
         for j, host in enumerate(cluster["hosts"]):
             names: list[str | None] = [None]
+            role = host.pop("role", "worker") if isinstance(host, dict) else "worker"
+            if role not in ("worker", "optimizer"):
+                problem = f"{role!r} is not allowed; write optimizer, or leave it out"
+                raise document.error(("clusters", i, "hosts", j, "role"), problem)
             if isinstance(host, dict) and "count" in host:
                 count, place = host.pop("count"), ("clusters", i, "hosts", j)
                 if type(count) is not int or not 1 <= count <= _MAX_COUNT:
@@ -279,6 +296,17 @@ def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:
                     problem = "ranks belong to one host; write hosts with ranks out, without a count"
                     raise document.error((*place, "ranks"), problem)
                 names = [f"{host.get('name')}-{number}" for number in range(count)]
+            if role == "optimizer":
+                different = sorted(set(host) - {"name"})
+                if different:
+                    problem = f"a host with role: optimizer has a name, and perhaps a count, but no {different[0]}"
+                    raise document.error(("clusters", i, "hosts", j, different[0]), problem, at_key=True)
+                alike = [
+                    {"name": host.get("name") if name is None else name, "cluster": cluster.get("name")}
+                    for name in names
+                ]
+                document.data["optimizer_hosts"] = [*document.data.get("optimizer_hosts", ()), *alike]
+                continue
             found[i] |= dict.fromkeys(range(len(hosts), len(hosts) + len(names)), j)
             hosts += [host if name is None else {**host, "name": name} for name in names]
         cluster["hosts"] = hosts

@@ -190,6 +190,7 @@ def make_remote_gradients(
     names: Sequence[Sequence[str]],
     options: GradientOptions,
     nodes: OptimizerNodes,
+    clusters: Sequence[str | None],
     optimizer_states: str,
     state_bytes: float,
     keep_parameters: bool | Literal["auto"],
@@ -202,6 +203,7 @@ def make_remote_gradients(
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
+        clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
         state_bytes: of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
         keep_parameters: from the forward to the backward.
@@ -234,7 +236,7 @@ def make_remote_gradients(
         describe_optimizer(optimizer, names, marks)
         | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
-        num_pipelines=plan.placement.pipeline_parallel_size,
+        clusters=clusters,
         num_workers=size,
         worker=rank,
         states=optimizer_states,

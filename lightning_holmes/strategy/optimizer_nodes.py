@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from lightning_holmes.cluster.topology import OptimizerHost
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
 from lightning_holmes.optim.node.description import UnitLayout
@@ -35,6 +36,7 @@ class OptimizerNodes:
         master: the address of rank 0, where it waits for nodes of other hosts; None: of this host only.
         ask_rank_0: gives every rank what its argument returns on rank 0, or raises there.
         timeout: of waits for a node.
+        hosts: those of a topology file that are nodes.
 
     Raises:
         ConfigurationError: the ranks are on several hosts, and there is no secret for nodes that are started elsewhere.
@@ -49,6 +51,7 @@ class OptimizerNodes:
         is_rank_0: bool,
         ask_rank_0: Callable[[Callable[[], Any]], Any],
         timeout: timedelta | None,
+        hosts: Sequence[OptimizerHost] = (),
     ) -> None:
         given = os.environ.get(SECRET)
         if num_hosts > 1 and given is None:
@@ -58,7 +61,8 @@ class OptimizerNodes:
             )
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self._ask_rank_0 = ask_rank_0
-        self._secret, self._addresses = "", list[Address]()
+        self._secret, self._addresses, self._clusters = "", list[Address](), list[str | None]()
+        self._hosts = hosts
         self._num_sessions = 0
         if is_rank_0:
             if given is None:
@@ -71,8 +75,10 @@ class OptimizerNodes:
             if given is None:
                 self._registry.start()
 
-    def _find(self) -> tuple[str, list[Address]]:
-        return self._registry.secret, self._registry.wait()
+    def _find(self) -> tuple[str, list[Address], list[str | None]]:
+        told = self._registry.wait()
+        clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
+        return self._registry.secret, [(host, port) for node in told for host, port in [node["address"]]], clusters
 
     def open(
         self,
@@ -80,7 +86,7 @@ class OptimizerNodes:
         optimizer: Mapping[str, Any],
         *,
         pipeline_rank: int,
-        num_pipelines: int,
+        clusters: Sequence[str | None],
         num_workers: int,
         worker: int,
         states: str,
@@ -88,15 +94,17 @@ class OptimizerNodes:
         """Links to the nodes of this rank's stages, and which of them holds each unit. All ranks must call.
 
         Args:
+            clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
             states: HolmesStrategy's optimizer_states.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
         """
         if not self._addresses:
-            self._secret, self._addresses = self._ask_rank_0(self._find)
+            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
         self._num_sessions += 1
-        numbers = nodes_of(pipeline_rank, num_pipelines, len(self._addresses))
+        by_rank = share_nodes(clusters, self._clusters)
+        numbers = by_rank[pipeline_rank]
         place_of = assign({index: unit.numel * unit.dtype.itemsize for index, unit in units.items()}, len(numbers))
         links = []
         for place, number in enumerate(numbers):
@@ -106,9 +114,7 @@ class OptimizerNodes:
                 "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
                 "optimizer": dict(optimizer),
                 "states": states,
-                "num_places": sum(
-                    number in nodes_of(rank, num_pipelines, len(self._addresses)) for rank in range(num_pipelines)
-                ),
+                "num_places": sum(number in of_rank for of_rank in by_rank),
             }
             links.append(
                 NodeLink(
@@ -122,6 +128,28 @@ class OptimizerNodes:
                 )
             )
         return links, place_of
+
+
+def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
+    """Of the node on host ``name``; a domain may be left out."""
+    same = [host.cluster for host in hosts if host.name == name]
+    return next(iter(same or [h.cluster for h in hosts if h.name.split(".")[0] == name.split(".")[0]]), None)
+
+
+def share_nodes(of_ranks: Sequence[str | None], of_nodes: Sequence[str | None]) -> list[list[int]]:
+    """For each pipeline rank the nodes that hold its stages, by the clusters of both: those of its own cluster, which share its ranks;
+    where it has none, those that are in no rank's cluster, or else all."""
+    own = {
+        c: [n for n, other in enumerate(of_nodes) if other == c] for c in of_ranks if c is not None and c in of_nodes
+    }
+    rest = [n for n, cluster in enumerate(of_nodes) if cluster not in own] or list(range(len(of_nodes)))
+    groups = [cluster if cluster in own else None for cluster in of_ranks]
+    found = []
+    for rank, cluster in enumerate(groups):
+        nodes = rest if cluster is None else own[cluster]
+        alike = [r for r, other in enumerate(groups) if other == cluster]
+        found.append([nodes[i] for i in nodes_of(alike.index(rank), len(alike), len(nodes))])
+    return found
 
 
 def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int]:
@@ -180,11 +208,11 @@ class _Registry:
             "CUDA_VISIBLE_DEVICES": "",
         }
         for number in range(self._count):
-            command = [python, "-m", "lightning_holmes.optim.node", f"{host}:{port}", str(number)]
+            command = [python, "-m", "lightning_holmes.optim.node", f"{host}:{port}", str(number), str(self._count)]
             self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 
-    def wait(self) -> list[Address]:
-        """Where they listen.
+    def wait(self) -> list[dict[str, Any]]:
+        """What they tell: address, host and cluster.
 
         Raises:
             HolmesError: one does not come.
@@ -211,7 +239,7 @@ class _Registry:
         self._check_versions()
         if sorted(self._nodes) != list(range(self._count)):
             raise ConfigurationError(f"optimizer_nodes={self._count}, but {len(self._nodes)} have come; start so many")
-        return [(host, port) for _, (_, told) in sorted(self._nodes.items()) for host, port in [told["address"]]]
+        return [told for _, (_, told) in sorted(self._nodes.items())]
 
     def _check_versions(self) -> None:
         mine = versions()

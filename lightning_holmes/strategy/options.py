@@ -23,7 +23,7 @@ import torch
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.checkpoint import read_plan
-from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES
 from lightning_holmes.optim.gradient_options import GradientOptions
@@ -128,7 +128,14 @@ class Options:
         make_monitor(self.monitor)
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
+        hosts = len(self.optimizer_hosts)
+        if hosts and self.optimizer_nodes == 0:
+            object.__setattr__(self, "optimizer_nodes", hosts)  # the file asks for them
         nodes = self.optimizer_nodes
+        if hosts and nodes != hosts:
+            raise ConfigurationError(
+                f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
+            )
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
         _check_text("optimizer_states", self.optimizer_states, '"memory", or a folder of the optimizer nodes')
@@ -197,6 +204,17 @@ class Options:
         if saved == "":
             raise ConfigurationError(f"plan={self.plan!r} is a folder or checkpoint without a plan; name a plan file")
         return Plan.load(self.plan) if saved is None else Plan.from_yaml_text(saved, source=self.plan)
+
+    @functools.cached_property
+    def optimizer_hosts(self) -> tuple[OptimizerHost, ...]:
+        """Those of the topology that is given. A file that cannot be read has none here: the job says what is wrong with it."""
+        topology = self.topology
+        if not isinstance(topology, Topology) and topology != "auto":
+            try:
+                topology = Topology.from_yaml(topology)
+            except ConfigurationError:
+                return ()
+        return topology.optimizer_hosts if isinstance(topology, Topology) else ()
 
     @functools.cached_property
     def plan_options(self) -> PlanOptions:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,31 @@ def test_the_example_in_the_docstring_is_valid() -> None:
     assert doc is not None
     lines = [line[4:] for line in doc.splitlines() if line.startswith("    ")]
     assert Topology.from_yaml_text("\n".join(lines)).num_devices == 32
+
+
+def test_hosts_with_role_optimizer_are_no_workers() -> None:
+    text = GOOD.replace(
+        "- {name: gpu, devices: 8}", "- {name: cpu, count: 2, role: optimizer}\n      - {name: gpu, devices: 8}"
+    )
+    topology = Topology.from_yaml_text(text + "optimizer_hosts:\n  - {name: far}\n")
+    assert replace(topology, optimizer_hosts=()) == Topology.from_yaml_text(GOOD)
+    found = [(host.name, host.cluster) for host in topology.optimizer_hosts]
+    assert found == [("far", None), ("cpu-0", "paris"), ("cpu-1", "paris")]
+    assert Topology.from_yaml_text(topology.to_yaml()) == topology
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("{name: cpu, role: server}", "'server' is not allowed; write optimizer"),
+        ("{name: cpu, role: optimizer, devices: 2}", "has a name, and perhaps a count, but no devices"),
+        ("{name: gpu, role: optimizer}", "gpu"),
+    ],
+)
+def test_mistakes_about_roles_are_named(host: str, words: str) -> None:
+    text = GOOD.replace("- {name: gpu, devices: 8}", f"- {host}\n      - {{name: gpu, devices: 8}}")
+    with pytest.raises(ConfigurationError, match=words):
+        Topology.from_yaml_text(text)
 
 
 def test_round_trip() -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_holmes.cluster.topology import OptimizerHost
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError
 from lightning_holmes.optim.node.channel import Channel, decode, encode
 from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, describe_optimizer, find_class
 from lightning_holmes.optim.node.server import Listener
 from lightning_holmes.optim.node.unit import Unit
-from lightning_holmes.strategy.optimizer_nodes import assign, nodes_of
+from lightning_holmes.strategy.optimizer_nodes import assign, cluster_of, nodes_of, share_nodes
 
 SECRET = "known to both"
 
@@ -160,5 +161,12 @@ def test_nodes_are_shared_out() -> None:
     assert [nodes_of(rank, 2, 1) for rank in (0, 1)] == [[0], [0]]
     assert [nodes_of(rank, 2, 3) for rank in (0, 1)] == [[0, 2], [1]]
     assert [nodes_of(rank, 4, 2) for rank in range(4)] == [[0], [1], [0], [1]]
+    assert share_nodes([None, None], [None]) == [[0], [0]]
+    assert share_nodes(["a", "b"], ["b", "a"]) == [[1], [0]]
+    assert share_nodes(["a", "b", "b"], ["b", "a", "b", "a"]) == [[1, 3], [0], [2]]
+    assert share_nodes(["a", None], ["a", "c"]) == [[0], [1]], "those of no rank's cluster"
+    assert share_nodes(["a", "b"], ["a"]) == [[0], [0]], "where there is no other"
+    hosts = [OptimizerHost(name="cpu.example.org", cluster="a"), OptimizerHost(name="far")]
+    assert [cluster_of(name, hosts) for name in ("cpu", "cpu.example.org", "far", "who")] == ["a", "a", None, None]
     places = assign({0: 10, 1: 40, 2: 30, 3: 20}, 2)
     assert places == {1: 0, 2: 1, 3: 1, 0: 0}

@@ -87,3 +87,19 @@ def test_a_plan_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_a_timeout_may_be_none_and_a_path_an_object(tmp_path: Path) -> None:
     HolmesStrategy(timeout=None, topology=tmp_path / "later.yaml", partition=(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_topology_file_asks_for_optimizer_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text("clusters: [{name: a, hosts: [{name: gpu, devices: 2}, {name: cpu, count: 2, role: optimizer}]}]")
+    assert HolmesStrategy(topology=str(path))._options.optimizer_nodes == 2
+    with pytest.raises(
+        ConfigurationError, match="optimizer_nodes=3, but the topology has 2 hosts with role: optimizer"
+    ):
+        HolmesStrategy(topology=str(path), optimizer_nodes=3)
+
+
+@pytest.mark.parametrize("option", [{"optimizer_states": "/disk"}, {"keep_parameters": True}])
+def test_what_is_for_optimizer_nodes_needs_one(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="is for optimizer nodes, of which there are none"):
+        HolmesStrategy(**option)

@@ -160,12 +160,11 @@ class StateFile:
             ) from error
 
     def measure(self, memory: Memory) -> float:
-        """Bytes a second that go each way while both go at once, by a part of the file, which is overwritten."""
-        size = min(self.num_bytes // PAGE * PAGE, REQUEST_BYTES, memory.free // NUM_REQUESTS // PAGE * PAGE)
-        if size == 0:
-            return 0.0
+        """Bytes a second that go each way while both go at once, by a part of the file, which is overwritten; within the room that
+        ``memory`` has."""
+        size = max(PAGE, min(self.num_bytes, REQUEST_BYTES, memory.free // NUM_REQUESTS) // PAGE * PAGE)
         offsets = range(0, min(_MEASURED_BYTES, self.num_bytes - size + 1), size)
-        buffers = [memory.take(size) for _ in range(NUM_REQUESTS)]
+        buffers = [Memory(size).take(size) for _ in range(NUM_REQUESTS)]
 
         def run(place: int, acts: Sequence[_Act]) -> None:
             for offset in offsets[place::NUM_REQUESTS]:
@@ -181,9 +180,6 @@ class StateFile:
         began = time.perf_counter()
         list(self._pool.map(run, places, [[os.preadv, os.pwritev]] * NUM_REQUESTS))
         seconds = time.perf_counter() - began
-        for buffer in buffers:
-            memory.give(buffer)
-        memory.trim()
         return len(offsets) * size / seconds
 
     def close(self) -> None:

@@ -19,20 +19,23 @@ class NodeOptions:
     Attributes:
         states: the folder for parameters and optimizer states; "memory"; None: as the workers say.
         memory_bytes: of the process at most; None: what the host has.
+        num_on_host: so many nodes share it.
     """
 
     states: str | None = None
     memory_bytes: int | None = None
+    num_on_host: int = 1
 
     @classmethod
-    def given(cls, states: str | None, memory: str | None) -> "NodeOptions":
+    def given(cls, states: str | None, memory: str | None, num_on_host: int = 1) -> "NodeOptions":
         """As written on a command line; ``memory`` else as the environment has it.
 
         Raises:
             ConfigurationError: that is no number of bytes.
         """
         memory = memory or os.environ.get(MEMORY)
-        return cls(states=states, memory_bytes=None if memory is None else parse_bytes(memory))
+        limit = None if memory is None else parse_bytes(memory)
+        return cls(states=states, memory_bytes=limit, num_on_host=num_on_host)
 
     def folder(self, told: str, *, name: str) -> str | None:
         """Where states go, if the workers say ``told``; None: into memory.

@@ -1,6 +1,6 @@
 """NodeServer: the process of an optimizer node: it listens for workers, and has a Service for those that hold the same stages.
 
-    python -m lightning_holmes.optim.node HOST:PORT NUMBER        # with the job's secret in HOLMES_NODE_SECRET
+    python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
 
 It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and no other), and ends
 when rank 0 says so, or is gone.
@@ -160,7 +160,12 @@ def join(address: Address, number: int, *, may_import: bool, options: NodeOption
             time.sleep(1.0)
     number = control.receive()["number"]
     server = NodeServer(control.local_host, secret, number=number, may_import=may_import, options=options)
-    control.send({"address": server.listener.address, "versions": versions(), "host": socket.gethostname()})
+    where = {
+        "address": server.listener.address,
+        "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
+        "cluster": os.environ.get("HOLMES_CLUSTER"),
+    }
+    control.send(where | {"versions": versions()})
     try:
         code = int(control.receive()["end"])
     except ConnectionLostError:
@@ -172,8 +177,12 @@ def join(address: Address, number: int, *, may_import: bool, options: NodeOption
 def main(arguments: list[str]) -> int:
     """The command line above."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the node ends with them
-    where, number = arguments
+    where, number, *others = arguments
     host, _, port = where.rpartition(":")
     return join(
-        (host, int(port)), int(number), may_import=True, options=NodeOptions.given(None, None), wait_s=_RANK_0_S
+        (host, int(port)),
+        int(number),
+        may_import=True,
+        options=NodeOptions.given(None, None, *map(int, others)),
+        wait_s=_RANK_0_S,
     )

@@ -158,7 +158,12 @@ class Service:
                 self._updates.commit(worker, message)
 
     def _allocate(self, worker: int, message: Any, num_bytes: int) -> Tensor | None:
-        return None if self._store is None or self._failure else self._store.take_gradient(worker, num_bytes)
+        if self._store is None or self._failure:
+            return None
+        try:
+            return self._store.take_gradient(worker, num_bytes)
+        except ConnectionLostError:  # the service has failed meanwhile, and the worker learns why by what it asks next
+            return None
 
     def _arrive(self, worker: int, unit: Unit, message: dict[str, Any]) -> None:
         window, gradient, is_last = message["window"], message["values"], message["is_last"]

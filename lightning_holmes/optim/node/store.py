@@ -77,7 +77,7 @@ class StateStore:
         self.limit_bytes = limit_bytes
         self.moved_bytes = total["values"] + total["states"]
         """Of an update, each way."""
-        self.rate = self.file.measure(self.states)
+        self.rate = self.file.measure(max(self.values, self.states, self.gradients, key=lambda memory: memory.limit))
         """Bytes a second that the disk gives each way while both go at once."""
         self._places = 0
         self._lock = threading.Lock()
@@ -200,9 +200,9 @@ def share_out(room: int, levels: list[list[int]]) -> list[int]:
     return held
 
 
-def default_limit() -> int:
-    """Of the process's memory where none is given: most of what the host has free."""
-    return int(_SHARE_OF_HOST * psutil.virtual_memory().available)
+def default_limit(num_on_host: int) -> int:
+    """Of the process's memory where none is given: most of what the host has free, for each of so many nodes."""
+    return int(_SHARE_OF_HOST * psutil.virtual_memory().available) // num_on_host
 
 
 def path_in(folder: str, name: str) -> Path:

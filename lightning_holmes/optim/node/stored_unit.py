@@ -53,9 +53,8 @@ class StoredUnit(Unit):
         self._capacity = pages(needs["states"])
         self._entries: dict[tuple[str, str], Entry] = {}
         self._end = 0  # of the last entry
-        self._small: dict[
-            str, dict[str, Any]
-        ] = {}  # what else the optimizer keeps, by name; whoever has states is here
+        self._small: dict[str, dict[str, Any]] = {}
+        """What else the optimizer keeps, by name; whoever has states is here."""
         self._writes: dict[int, Transfer] = {}  # the last one of each part of the file
         self._is_spilled = False
         self._ahead: _Prepared | None = None

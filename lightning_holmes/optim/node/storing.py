@@ -55,7 +55,7 @@ def make_units(
     store = StateStore(
         path_in(folder, name),
         needs,
-        limit_bytes=resident + ((limit or default_limit()) - resident) // told["num_places"],
+        limit_bytes=resident + ((limit or default_limit(options.num_on_host)) - resident) // told["num_places"],
         beside=beside,
         num_workers=num_workers,
         name=name,
