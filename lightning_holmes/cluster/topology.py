@@ -106,7 +106,9 @@ class Topology:
     def __post_init__(self) -> None:
         clusters = [cluster.name for cluster in self.clusters]
         check_unique([(("clusters", i, "name"), name) for i, name in enumerate(clusters)], "clusters")
-        places = [("clusters", i, "hosts", j, "name") for i, c in enumerate(self.clusters) for j in range(len(c.hosts))]
+        places: list[Place] = [
+            ("clusters", i, "hosts", j, "name") for i, c in enumerate(self.clusters) for j in range(len(c.hosts))
+        ]
         hosts = [host.name for host in self.hosts]
         places += [("optimizer_hosts", i, "name") for i in range(len(self.optimizer_hosts))]
         check_unique(list(zip(places, [*hosts, *(h.name for h in self.optimizer_hosts)], strict=True)), "hosts")

@@ -19,7 +19,7 @@ from lightning_holmes.optim.node.memory import PAGE, Memory
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 from lightning_holmes.optim.node.store import share_out
 
-OVERHEAD = 68 << 20  # what a service leaves for other things than its buffers, and a little
+OVERHEAD = 100 << 20  # what a service leaves for other things than its buffers, and a little
 ROOMS = {"the least": 350_000, "little": 500_000, "some": 800_000, "for all": 100 << 20}
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {"is_eager": True},
@@ -97,9 +97,9 @@ driver.close()
 
 @pytest.mark.parametrize("way", ["eager", "deferred"])
 def test_memory_stays_under_the_limit(way: str, tmp_path: Path) -> None:
-    """300 MB of parameters and states, with 100 MB of gradients, in 156 MB beyond what the process has."""
+    """300 MB of parameters and states, with 100 MB of gradients, in 188 MB beyond what the process has."""
     run = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path), str(156 << 20), way],
+        [sys.executable, "-c", MEASURED, str(tmp_path), str(188 << 20), way],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -4,8 +4,6 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import os
-import resource
-import tempfile
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -212,10 +210,10 @@ RESUMED = {
 }
 """What is resumed in which layout."""
 TARGETS: dict[str, Any] = {
-    "two nodes": lambda: with_nodes(2),
-    "two nodes with disks": lambda: with_nodes(2, optimizer_states=tempfile.mkdtemp()),
-    "a stage's node each": lambda: with_nodes(2, pipeline=2),
-    "no node": lambda: HolmesStrategy(pipeline_parallel_size=1, num_microbatches=2),
+    "two nodes": lambda folder: with_nodes(2),
+    "two nodes with disks": lambda folder: with_nodes(2, optimizer_states=str(folder / "states")),
+    "a stage's node each": lambda folder: with_nodes(2, pipeline=2),
+    "no node": lambda folder: HolmesStrategy(pipeline_parallel_size=1, num_microbatches=2),
 }
 
 
@@ -231,7 +229,7 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     for source, targets in RESUMED.items():
         for target in targets:
             module = build()
-            make_trainer(folder, 2, strategy=TARGETS[target]()).fit(
+            make_trainer(folder, 2, strategy=TARGETS[target](folder)).fit(
                 module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt"
             )
             found[f"{source} to {target}"] = state_of(module)
@@ -345,29 +343,33 @@ def run_refusals(folder: Path) -> dict[str, Any]:
 
 
 class Loses(pl.Callback):
-    """In the second batch rank 0 kills the node that it has started, or the disk of that takes nothing more, or the last worker ends
+    """In the second batch rank 0 kills the node that it has started, or empties the file of that, or the last worker ends
     without a word. A checkpoint was written before."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, folder: Path) -> None:
+        self.what, self.folder = what, folder
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.what == "disk":
-            trainer.save_checkpoint("before.ckpt")
+            trainer.save_checkpoint(self.folder / "before.ckpt")
         if batch_idx == 1 and self.what in ("node", "disk") and trainer.global_rank == 0:
             strategy: Any = trainer.strategy
             (process,) = strategy._job._nodes._registry._processes
             if self.what == "node":
                 process.kill()
-            else:
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            else:  # all of it was written, since the checkpoint has it
+                (states,) = self.folder.glob("states/*.holmes-states")
+                os.truncate(states, 0)
+        if batch_idx == 1 and self.what == "disk":
+            trainer.strategy.barrier()  # nobody has read ahead for the next step
         if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
             os._exit(9)
 
 
-def lose(what: str) -> None:
+def lose(payload: tuple[str, str]) -> None:
     """A fit in which something is lost."""
-    states = os.path.abspath("states") if what == "disk" else "memory"
-    trainer = make_trainer(Path(), strategy=with_nodes(1, optimizer_states=states))
-    trainer.callbacks.append(Loses(what))  # type: ignore[attr-defined]
+    what, folder = payload[0], Path(payload[1])
+    states = str(folder / "states") if what == "disk" else "memory"
+    trainer = make_trainer(folder, strategy=with_nodes(1, optimizer_states=states, save_distributed_checkpoint=False))
+    trainer.callbacks.append(Loses(what, folder))  # type: ignore[attr-defined]
     trainer.fit(build(), datamodule=Data())

@@ -25,10 +25,11 @@ from torch import Tensor
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.disk import REQUEST_BYTES, SUFFIX, StateFile
-from lightning_holmes.optim.node.memory import PAGE, Memory, Values, pages
+from lightning_holmes.optim.node.memory import PAGE, Memory, Values, free_at_once, pages
 from lightning_holmes.optim.node.unit import Unit
 
-_OTHER_BYTES = 64 << 20  # threads' stacks, messages, what small allocations leave behind
+_OTHER_BYTES = 96 << 20
+"""Code of torch that is read at its first use, threads' stacks, messages, what small allocations leave behind."""
 ALIGNED = 256
 """Bytes, between states in a unit's part of the file."""
 _SHARE_OF_HOST = 0.8  # where no limit is given
@@ -69,6 +70,7 @@ class StateStore:
         better = [4 * largest["values"], 4 * self.slot_bytes, 4 * largest["gradient"]]
         best = [2 * largest["values"] + total["values"], better[1], 3 * largest["gradient"] + total["gradient"]]
         values, states, gradients = share_out(room, [least, better, best])
+        free_at_once()
         self.file = StateFile(path, sum(total.values()))
         self.values, self.states, self.gradients = Memory(values), Memory(states), Memory(gradients)
         self.pieces = Memory(pages(REQUEST_BYTES))
