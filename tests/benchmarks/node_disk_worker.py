@@ -19,7 +19,7 @@ import psutil
 import torch
 from node_driver import Driver, told_of
 
-REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 5
+REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 4
 
 
 def bare_seconds(folder: str, num_bytes: int) -> float:
