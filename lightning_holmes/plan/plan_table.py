@@ -9,6 +9,7 @@ It owns the layout of both and decides nothing. docs/planning.md documents the J
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import IO, Any
 
 from rich import box
@@ -21,7 +22,6 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.search import SearchResult
 
 _WIDTH_WITHOUT_TERMINAL = 120
-_SCHEDULE_WIDTH = 19  # interleaved_1f1b x4
 _BREAK = "\n"
 _GIB = 2.0**30
 
@@ -61,7 +61,7 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
         f"{entry.mfu:.1%}" if known else "-",
         f"{entry.timeline.bubble_share:.1%}",
         "\n".join(f"{name} {format_bytes(sent)}" for name, sent in sorted(entry.nic_bytes.items())) or "nothing",
-        f"{max(entry.memory_bytes) / _GIB:.3g} of {min(entry.memory_limits) / _GIB:.3g} GiB",
+        f"{max(entry.memory_bytes) / _GIB:.3g}\nof {min(entry.memory_limits) / _GIB:.3g} GiB",
     )
 
 
@@ -78,7 +78,9 @@ def describe_counts(counts: tuple[int, ...]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, in ms below a second."""
+    """Three digits, in ms below a second; whole seconds from a thousand."""
+    if 1e3 <= seconds < 1e6:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -105,13 +107,17 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         padding=0,
         pad_edge=False,
     )
-    for heading in HEADINGS:
-        table.add_column(
-            Text(heading.replace("micro", f"micro-{_BREAK}").replace("memory/", f"memory{_BREAK}/")),
-            min_width=_SCHEDULE_WIDTH if heading == "schedule" else None,
-        )
-    for entry in (result.best, *result.runners_up):
-        table.add_row(*(Text(cell) for cell in prediction_cells(entry)), style="bold" if entry is result.best else None)
+    entries = (result.best, *result.runners_up)
+    headings = [
+        heading.replace("micro", f"micro-{_BREAK}").replace("memory/", f"memory{_BREAK}/") for heading in HEADINGS
+    ]
+    rows = [prediction_cells(entry) for entry in entries]
+    between = len(HEADINGS) + 1  # the box: one column before, between and after
+    widths = column_widths([headings, *rows], console.width - between)
+    for heading, width in zip(headings, widths, strict=True):
+        table.add_column(Text(heading), width=width, overflow="fold")
+    for entry, row in zip(entries, rows, strict=True):
+        table.add_row(*map(Text, row), style="bold" if entry is result.best else None)
     console.print(table)
     console.print(Text(f"Chosen: {result.best.run}: {result.best.reason}"))
     if result.sharding_note is not None:
@@ -119,6 +125,19 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     for number, entry in enumerate(result.runners_up, start=2):
         console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
     console.print(Text(describe_left_out(result)))
+
+
+def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
+    """Characters of each column, together at most those available: rich's own are more where words are long, and it cuts the last
+    column. Columns are narrowed where lines can break between words, and only then where words are broken."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(len(line) for cell in column for line in cell.splitlines()) for column in columns]
+    words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    while sum(widths) > max(available, len(widths)):
+        spare = [width - word for width, word in zip(widths, words, strict=True)]
+        narrowed = spare if max(spare) > 0 else widths
+        widths[narrowed.index(max(narrowed))] -= 1
+    return widths
 
 
 def describe_task(cost_model: CostModel) -> str:

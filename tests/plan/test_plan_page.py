@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 
 import pytest
 
@@ -14,9 +15,18 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.plan_page import plan_page, save_plan_page
-from lightning_holmes.plan.plan_table import HEADINGS, describe_counts, print_search, search_data
+from lightning_holmes.plan.plan_table import (
+    HEADINGS,
+    column_widths,
+    describe_counts,
+    prediction_cells,
+    print_search,
+    search_data,
+)
 from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.search import SearchResult, search
 from lightning_holmes.plan.simulator import StepCosts, simulate
@@ -57,6 +67,52 @@ def test_table(searched: tuple[SearchResult, CostModel]) -> None:
         assert words in text
     assert "TFLOPS/GPU" in text and "infiniband" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("step_s", [0.5, 12345.6, 3e7])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "eager_interleaved_1f1b", "breadth_first", "eager_1f1b"])
+def test_nothing_is_cut_from_a_wide_table(
+    searched: tuple[SearchResult, CostModel], schedule: str, step_s: float
+) -> None:
+    """Every word of a row is in the table as a whole, alone there: another row must not hide that it lacks here."""
+    result, costs = searched
+    num_chunks = 1 if schedule == "eager_1f1b" else 12
+    run = RunShape(
+        layout=Layout(pipeline=64, tensor=16, data=1024, across="data"),
+        schedule=schedule,
+        num_microbatches=1024,
+        microbatch_samples=64,
+        num_chunks=num_chunks,
+    )
+    wide = dataclasses.replace(
+        result.best,
+        run=run,
+        partition=Partition((3, 2) * 32 * num_chunks),
+        timeline=dataclasses.replace(
+            result.best.timeline, step_s=step_s, peak_memory_bytes=(int(0.0325 * 2**30),), exposed_s={"pipeline": 0.0}
+        ),
+        nic_bytes={"ethernet": 1.23e9, "infiniband": 4.56e14, "roce": 7.89e6},
+        memory_limits=(73 * 2**30,),
+    )
+    result = dataclasses.replace(result, best=wide, runners_up=())
+    stream = io.StringIO()
+    print_search(result, costs, file=stream)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 120
+    table = lines[lines.index(next(line for line in lines if line.startswith("Plans"))) :]
+    table = table[: next(index for index, line in enumerate(table) if line.startswith("Chosen"))]
+    words = Counter(word for line in table for word in line.split())
+    for cell in prediction_cells(wide):
+        assert not Counter(cell.split()) - words, cell
+    assert "of 73" in "\n".join(table) and "0.0325" in words
+
+
+def test_columns_are_broken_between_words_first() -> None:
+    rows = [["aa bb", "cccc"], ["a", "dd"]]
+    assert column_widths(rows, 20) == [5, 4]
+    assert column_widths(rows, 6) == [2, 4]
+    assert column_widths(rows, 4) == [2, 2]
+    assert column_widths(rows, 0) == [1, 1]
 
 
 def test_what_plans_lack_is_told_everywhere(searched: tuple[SearchResult, CostModel]) -> None:
