@@ -110,7 +110,7 @@ class CostModel:
             raise ConfigurationError(
                 f"{len(devices)} device types for {len(clusters)} clusters; give one for each cluster"
             )
-        self.model, self.network, self.devices, self.training = model, network, tuple(devices), training
+        self.model, self.network, self.training = model, network, training
         cluster = network.cluster_of_host
         self.host_devices = tuple(host_devices or (devices[index] for index in cluster))
         assert len(self.host_devices) == len(network.hosts), (len(self.host_devices), len(network.hosts))
@@ -384,6 +384,15 @@ class CostModel:
             kind: max(number * self.network.busiest_share(host, kind) for host, number in counts.items())
             for kind, counts in sent.items()
         }
+
+    def device_types(self) -> list[dict[DeviceType, int]]:
+        """How many devices of which types each cluster has, in the order of the topology."""
+        counts: list[dict[DeviceType, int]] = [{} for _ in self.network.topology.clusters]
+        for cluster, host, device in zip(
+            self.network.cluster_of_host, self.network.hosts, self.host_devices, strict=True
+        ):
+            counts[cluster][device] = counts[cluster].get(device, 0) + host.devices
+        return counts
 
     def peak_flops_per_s(self) -> float:
         """Of all devices together."""

@@ -65,16 +65,18 @@ def save_plan_page(result: SearchResult, cost_model: CostModel, path: str | Path
 def _topology_tables(cost_model: CostModel) -> str:
     topology = cost_model.network.topology
     rows = []
-    for cluster, device in zip(topology.clusters, cost_model.devices, strict=True):
-        alike: dict[tuple[int, str], int] = {}
+    devices_of = iter(cost_model.host_devices)
+    for cluster in topology.clusters:
+        alike: dict[tuple[str, str], int] = {}
         for host in cluster.hosts:
+            devices = f"{host.devices} x {next(devices_of).name}"
             cards = ", ".join(
                 f"{nic.name} ({nic.kind}{f', {format_bytes(nic.bandwidth_bytes_per_s)}/s' if nic.bandwidth_bytes_per_s else ''})"
                 for nic in host.nics
             )
-            alike[host.devices, cards] = alike.get((host.devices, cards), 0) + 1
+            alike[devices, cards] = alike.get((devices, cards), 0) + 1
         for (devices, cards), count in alike.items():
-            cells = (cluster.name, str(count), f"{devices} x {device.name}", cards or "not given")
+            cells = (cluster.name, str(count), devices, cards or "not given")
             rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     text = f"<table><tr><th>cluster</th><th>hosts</th><th>devices a host</th><th>network cards</th></tr>{''.join(rows)}</table>"
     if topology.links:

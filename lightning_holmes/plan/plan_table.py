@@ -144,9 +144,13 @@ def describe_task(cost_model: CostModel) -> str:
     """What was planned: the model, the devices, the batch."""
     model, clusters = cost_model.model, cost_model.network.topology.clusters
     places = ", ".join(
-        f"{cluster.name}: {cluster.num_devices} x {device.name}"
-        + (f" ({device.efficiency:.2f} of peak, {device.efficiency_source})" if model.unit == "flops" else "")
-        for cluster, device in zip(clusters, cost_model.devices, strict=True)
+        f"{cluster.name}: "
+        + " and ".join(
+            f"{count} x {device.name}"
+            + (f" ({device.efficiency:.2f} of peak, {device.efficiency_source})" if model.unit == "flops" else "")
+            for device, count in types.items()
+        )
+        for cluster, types in zip(clusters, cost_model.device_types(), strict=True)
     )
     work = f", {(model.forward + model.backward) / model.microbatch_samples / 1e12:.3g} TFLOPs a sample"
     return (
@@ -175,8 +179,13 @@ def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
         "model": cost_model.model.to_data(),
         "batch_samples": cost_model.training.batch_samples,
         "clusters": [
-            {"name": cluster.name, "devices": cluster.num_devices, "device_type": device.name}
-            for cluster, device in zip(topology.clusters, cost_model.devices, strict=True)
+            {
+                "name": cluster.name,
+                "devices": cluster.num_devices,
+                "device_type": " and ".join(device.name for device in types),
+                "device_types": {device.name: count for device, count in types.items()},
+            }
+            for cluster, types in zip(topology.clusters, cost_model.device_types(), strict=True)
         ],
         "best": {**result.best.to_data(), "timeline": result.best.timeline.to_data()},
         "runners_up": [entry.to_data() for entry in result.runners_up],

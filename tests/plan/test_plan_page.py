@@ -21,6 +21,7 @@ from lightning_holmes.plan.plan_table import (
     HEADINGS,
     column_widths,
     describe_counts,
+    describe_task,
     prediction_cells,
     print_search,
     search_data,
@@ -125,6 +126,26 @@ def test_what_plans_lack_is_told_everywhere(searched: tuple[SearchResult, CostMo
     assert "\nWARNING: memory: 2 < 3 GiB\n" in stream.getvalue()
     assert "<strong>WARNING: memory: 2 &lt; 3 GiB</strong>" in plan_page(result, costs)
     assert search_data(result, costs)["memory_note"] == "memory: 2 < 3 GiB"
+
+
+def test_unlike_devices_of_a_cluster_are_counted_by_type(searched: tuple[SearchResult, CostModel]) -> None:
+    result, costs = searched
+    fast, slow = find_device_type("A100-80GB"), find_device_type("V100-32GB")
+    mixed = CostModel(
+        costs.model,
+        costs.network,
+        devices=(fast, fast),
+        host_devices=(fast, slow, fast, fast),
+        training=costs.training,
+    )
+    told = describe_task(mixed)
+    assert "east <1>: 2 x A100-80GB (0.84 of peak" in told and " and 2 x V100-32GB (0.60 of peak, assumed)" in told
+    assert "west: 4 x A100-80GB (0.84" in told
+    east, west = search_data(result, mixed)["clusters"]
+    assert (east["device_types"], west["device_types"]) == ({"A100-80GB": 2, "V100-32GB": 2}, {"A100-80GB": 4})
+    assert (east["device_type"], west["device_type"]) == ("A100-80GB and V100-32GB", "A100-80GB")
+    page = plan_page(result, mixed)
+    assert "<td>2 x A100-80GB</td>" in page and "<td>2 x V100-32GB</td>" in page
 
 
 def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) -> None:
