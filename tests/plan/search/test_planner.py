@@ -20,6 +20,7 @@ from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search import SearchSpace, planner, search
 from lightning_holmes.plan.search.candidates import make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
+from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
@@ -116,6 +117,19 @@ def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> No
         for size, across in ((1, "data"), (2, "pipeline"), (4, "pipeline"), (4, "data"), (8, "pipeline"))
     ]
     assert chosen.step_s <= 1.05 * min(forced), (str(chosen.run), forced)
+
+
+def test_at_least_13_candidates_of_several_layouts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate may be wrong about the order: the first few must be compared even where no other is estimated to be faster."""
+    costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
+
+    def simulated() -> int:
+        runs = {entry.run for _, entry in planner._Search(costs, SearchSpace(), Preference())._compare_layouts()}
+        return len(runs)
+
+    assert simulated() >= 13 == planner._SIMULATED + SearchSpace().runners_up
+    monkeypatch.setattr(planner, "_SIMULATED", -SearchSpace().runners_up)
+    assert simulated() < 13, "here the estimates alone would end it earlier"
 
 
 def slower_links(topology: Topology, bytes_per_s: float) -> Topology:
