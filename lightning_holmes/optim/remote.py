@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import OnRun
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
@@ -144,7 +145,7 @@ class RemoteOptimizer:
         optimizer.state.clear()
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
-        self._hook = optimizer.register_step_post_hook(self._committed)
+        self._hook = AfterStep(optimizer, self._commit)
         weakref.finalize(self, _close_all, parameters.links)
 
     def prepare(self) -> None:
@@ -156,7 +157,7 @@ class RemoteOptimizer:
                 f"give it all of them in configure_optimizers, or use optimizer_nodes=0"
             )
 
-    def _committed(self, *_: Any) -> None:
+    def _commit(self) -> None:
         self.prepare()
         commit = {
             "tell": "commit",

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shard_memory import ShardMemory
@@ -81,7 +82,7 @@ class ShardedOptimizer:
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
-        self._hook = optimizer.register_step_post_hook(self._stepped)
+        self._hook = AfterStep(optimizer, self._stepped)
 
     # layout
 
@@ -237,7 +238,7 @@ class ShardedOptimizer:
         tensor = self._tensors[piece]
         return dtensor.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         if self._master:
             with torch.no_grad():
                 for piece, tensor in self._tensors.items():

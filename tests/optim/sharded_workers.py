@@ -60,6 +60,18 @@ class Marked(torch.optim.Optimizer):
                     p.sub_(p.own_rate * p.grad)
 
 
+class Derived(torch.optim.SGD):
+    """Steps as the class that it derives from, whose hooks torch calls too, and then on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(0.01 * p.grad.sign())
+
+
 def marked(module: nn.Module) -> torch.optim.Optimizer:
     for number, parameter in enumerate(module.parameters()):
         parameter.own_rate = 0.1 + 0.01 * number  # type: ignore[attr-defined]
@@ -88,6 +100,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] 
     "sgd": ("elements", two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
     "sgd_without_states": ("elements", two_groups(torch.optim.SGD, lr=0.1)),
     "marked": ("elements", marked),
+    "derived": ("elements", two_groups(Derived, lr=0.1, momentum=0.9)),
     "rmsprop": ("elements", two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
     "asgd": ("elements", two_groups(torch.optim.ASGD, lr=0.05)),
     "muon": ("parameters", matrices(torch.optim.Muon, lr=0.05)),
