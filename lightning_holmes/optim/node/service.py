@@ -12,6 +12,7 @@ nothing comes back. On "pull" it asks and is answered:
 When units are updated is for updates.py, and where they lie for store.py. A worker that is lost ends the service for all.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -177,12 +178,17 @@ class Service:
     def fail(self, kind: str, text: str) -> None:
         """End the service; the first reason stands."""
         with self._changed:
+            is_first = self._failure is None
             if self._failure is None:
                 self._failure = kind, f"{self.name}: {text}"
-                print(f"{self.name} ends, since {text}", flush=True)
             self._changed.notify_all()
         if self._store is not None:
             self._store.stop()
+        if is_first:
+            with contextlib.suppress(
+                OSError
+            ):  # the disk that is full may be that of its log; the workers have been told
+                print(f"{self.name} ends, since {text}", flush=True)
 
     def _fail_with(self, error: Exception) -> None:
         self.fail(

@@ -114,20 +114,20 @@ class StoredUnit(Unit):
 
     # gradients
 
-    def _add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
+    def add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
         if self._is_spilled and window == self._window:
             self.wait_for_writes()
             add_from(self._store.file, self._gradient_at, gradient, self._store.pieces)
             self._is_spilled = False
-        super()._add(window, touched, gradient, is_last)
+        super().add(window, touched, gradient, is_last)
         if self._sum is not gradient:
             self._store.gradients.give(gradient)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         if self._sum is not None:
             self._store.gradients.give(self._sum)
         self._is_spilled = False
-        super()._forget()
+        super().forget()
 
     def spill(self) -> bool:
         if not self._lock.acquire(blocking=False):

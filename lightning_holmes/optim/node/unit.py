@@ -115,13 +115,14 @@ class Unit:
             before = self._num_last
             self._inbox[worker].append((window, touched, gradient, is_last))
             while self._inbox[self._turn]:
-                self._add(*self._inbox[self._turn].popleft())
+                self.add(*self._inbox[self._turn].popleft())
                 self._turn = (self._turn + 1) % len(self._inbox)
             return self._num_last == len(self._inbox) and (before != self._num_last or len(self._inbox) == 1)
 
-    def _add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
+    def add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
+        """Add a worker's gradients of a window; the lock is held."""
         if window != self._window:
-            self._forget()
+            self.forget()
             self._window = window
             self._reached.clear()
             self._num_last = 0
@@ -133,7 +134,7 @@ class Unit:
         else:
             self._sum.add_(gradient)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """The sum of the gradients is not needed any more."""
         self._sum = self._gradients = None
         self._num_edited = 0
@@ -179,7 +180,7 @@ class Unit:
         with self._lock:
             if self.optimizer is not None:
                 self._step(self.optimizer, self._edited(window, edits), options)
-            self._forget()
+            self.forget()
             self.updated_window = window
             self.version += 1
 
