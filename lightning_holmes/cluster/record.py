@@ -25,7 +25,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import ArgsKwargs, ErrorDetails
 
 from lightning_holmes.errors import ConfigurationError
@@ -45,6 +54,8 @@ _BANDWIDTHS |= {f"{prefix}B/s": factor for prefix, factor in _BYTES.items()} | {
 # Divisors, not factors: 50 / 1e6 is the double nearest to 50 us, 50 * 1e-6 need not be.
 _LATENCIES = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _BANDWIDTH_HELP = "a positive bandwidth such as '200 Gbit/s' or '1.5 GB/s'; a bare number is bytes per second"
+_LEAST_BARE = 1e5  # bytes per second
+_BY_HAND = "by hand"
 _LATENCY_HELP = "a latency of zero or more such as '50 us' or '2 ms'; a bare number is seconds"
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\D.*?)?\s*")
 _FIXES = {
@@ -102,6 +113,22 @@ def parse_bandwidth(value: Any) -> Any:
     return number * _BANDWIDTHS[unit]
 
 
+def _parse_own_bandwidth(value: Any, info: ValidationInfo) -> Any:
+    """As parse_bandwidth. In a text that people write, a bare number so small is one whose unit was forgotten."""
+    parsed = parse_bandwidth(value)
+    bare = not isinstance(value, str) or _quantity(value, _BANDWIDTH_HELP)[1] == ""
+    if info.context == _BY_HAND and bare and 0 < parsed < _LEAST_BARE:
+        raise ValueError(
+            f"{_shown(value)} without a unit is {parsed:g} bytes per second, and no network has so little; write the unit, such as "
+            f"'{parsed:g} Gbit/s'; what is meant so: '{parsed:g} B/s'"
+        )
+    return parsed
+
+
+def _written_bandwidth(bytes_per_s: float) -> float | str:
+    return f"{bytes_per_s!r} B/s" if bytes_per_s < _LEAST_BARE else bytes_per_s
+
+
 def _parse_latency(value: Any) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -121,7 +148,12 @@ def _check_address(text: str) -> str:
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
 Address = Annotated[str, AfterValidator(_check_address)]
 """An IP address, with the length of its subnet's prefix or without."""
-Bandwidth = Annotated[float, Field(gt=0), BeforeValidator(parse_bandwidth)]
+Bandwidth = Annotated[
+    float,
+    Field(gt=0),
+    BeforeValidator(_parse_own_bandwidth),
+    PlainSerializer(_written_bandwidth, return_type=float | str, when_used="json"),
+]
 Latency = Annotated[float, Field(ge=0), BeforeValidator(_parse_latency)]
 
 
@@ -278,7 +310,7 @@ class YamlText:
             beside: further keys that the text may have beside a field, by the field.
         """
         try:
-            read: T = _adapter(cls).validate_json(json.dumps(self.data), by_alias=True, by_name=False)
+            read: T = _adapter(cls).validate_json(json.dumps(self.data), by_alias=True, by_name=False, context=_BY_HAND)
         except ValidationError as error:
             found = _first_error(error)
             node = self._find(origin(found["loc"]))[1]

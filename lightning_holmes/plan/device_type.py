@@ -135,11 +135,12 @@ DEVICE_TYPES: dict[str, DeviceType] = {entry.name: entry for entry in _TABLE}
 _KEYS = {"speed": "FLOP/s", "memory": "bytes", "local": "bytes/s to a neighbour in the host", "peak": "FLOP/s, for MFU"}
 
 _LEAST = {
-    "speed": 1e8,
+    "speed": 1e10,
     "memory": 1e3,
     "local": 1e6,
-    "peak": 1e8,
+    "peak": 1e10,
 }  # less is a unit that slipped, such as speed=100 for TFLOP/s
+_MOST = {"speed": 1e18, "memory": 1e15, "local": 1e15, "peak": 1e18}  # hundreds of times what any device has
 
 
 def find_device_type(text: str) -> DeviceType:
@@ -149,7 +150,7 @@ def find_device_type(text: str) -> DeviceType:
     and peak (FLOP/s; the speed by default) may follow.
 
     Raises:
-        ConfigurationError: an unknown name lists the known ones; a number that is not positive and finite.
+        ConfigurationError: an unknown name lists the known ones; a number that is not positive and finite, or that no device has.
     """
     if "=" in text:
         return _by_hand(text)
@@ -185,9 +186,10 @@ def _by_hand(text: str) -> DeviceType:
         except ValueError:
             number = float("nan")
         values[key] = check_number(number, f"device type {text!r}: {key}", positive=True)
-        if number < _LEAST[key]:
+        if not _LEAST[key] <= number <= _MOST[key]:
             raise ConfigurationError(
-                f"device type {text!r}: {key}={value.strip()} is {number:g} {_KEYS[key]}, and no device has so little; write "
+                f"device type {text!r}: {key}={value.strip()} is {number:g} {_KEYS[key]}, and no device has so "
+                f"{'little' if number < _LEAST[key] else 'much'}; write "
                 f"plain numbers without units, such as speed=100e12,memory=40e9,local=32e9"
             )
     for key in ("speed", "memory"):

@@ -147,7 +147,8 @@ def test_round_trip_is_exact(name: str, bandwidth: float, latency: float) -> Non
         ("8 bit/s", 1.0),
         ("25e9", 25e9),
         ("25.0e+9", 25e9),
-        ("1000", 1000.0),
+        ("100000", 1e5),
+        ("1000 B/s", 1000.0),
         (".5 kB/s", 500.0),
     ],
 )
@@ -188,6 +189,8 @@ def test_latencies(text: str, seconds: float) -> None:
         ("200 Gbit/s", "200 Gb/s", 8, ["'Gb/s'", "misread", "bit/s"]),
         ("200 Gbit/s", "200 parsec", 8, ["unknown unit 'parsec'"]),
         ("200 Gbit/s", "fast", 8, ["'fast'", "200 Gbit/s"]),
+        ("200 Gbit/s", "200", 8, ["nics[0].bandwidth: 200 ", "'200 Gbit/s'", "'200 B/s'", "no network"]),
+        ("200 Gbit/s", "99.9e3", 8, ["99.9e3", "99900 bytes per second"]),
         ("200 Gbit/s", "[1]", 8, ["a list", "200 Gbit/s"]),
         ("name: eth0", "name: mlx5_0", 9, ["mlx5_0", "already on line 8"]),
         ("name: paris", "name: berlin", 10, ["berlin", "already on line 2"]),
@@ -219,7 +222,7 @@ def test_mistakes_name_file_line_and_fix(old: str, new: str, line: int, words: l
 
 
 def test_repeated_link() -> None:
-    text = GOOD + "  - {ends: [paris, berlin], transport: ethernet, bandwidth: 1, latency: 0}\n"
+    text = GOOD + "  - {ends: [paris, berlin], transport: ethernet, bandwidth: 1 B/s, latency: 0}\n"
     with pytest.raises(ConfigurationError, match=r"line 18: .*already on line 14"):
         Topology.from_yaml_text(text)
 
