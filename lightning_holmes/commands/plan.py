@@ -469,6 +469,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
     ]
     if result.memory_note is not None:
         notes.append(result.memory_note)
+    notes += cost_model.network.link_notes()
     if best.sharded_parameters:
         notes.append("sharded_parameters: predicted with it; give it to the strategy beside this plan")
     if best.run.recomputation:

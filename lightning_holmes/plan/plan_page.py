@@ -43,6 +43,7 @@ def plan_page(result: SearchResult, cost_model: CostModel) -> str:
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     others = "".join(f"<li>{escape(f'{entry.run}: {entry.reason}')}</li>" for entry in result.runners_up)
     memory = f"<p><strong>{escape(describe_memory(result.memory_note))}</strong></p>\n" if result.memory_note else ""
+    links = "".join(f"<p>{escape(note)}</p>\n" for note in cost_model.network.link_notes())
     picture = timeline_svg([result.best.timeline], title=str(result.best.run))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>lightning-holmes plan</title>'
@@ -50,7 +51,7 @@ def plan_page(result: SearchResult, cost_model: CostModel) -> str:
         f"{memory}<h2>Topology</h2>\n{_topology_tables(cost_model)}\n"
         f"<h2>Plans, the best first</h2>\n<table><tr>{headings}</tr>\n{chr(10).join(rows)}</table>\n"
         f'<p>Chosen: {escape(f"{result.best.run}: {result.best.reason}")}</p>\n<ol start="2">{others}</ol>\n'
-        f"<p>{escape(describe_left_out(result))}</p>\n<h2>One step of the best plan</h2>\n{picture}\n</body></html>\n"
+        f"{links}<p>{escape(describe_left_out(result))}</p>\n<h2>One step of the best plan</h2>\n{picture}\n</body></html>\n"
     )
 
 

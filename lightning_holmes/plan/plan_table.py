@@ -124,7 +124,7 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         console.print(Text(result.sharding_note))
     for number, entry in enumerate(result.runners_up, start=2):
         console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
-    console.print(Text(describe_left_out(result)))
+    console.print(Text("\n".join([*cost_model.network.link_notes(), describe_left_out(result)])))
 
 
 def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
@@ -193,4 +193,5 @@ def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
         "left_out": dict(result.left_out),
         "memory_note": result.memory_note,
         "sharding_note": result.sharding_note,
+        "link_notes": list(cost_model.network.link_notes()),
     }

@@ -182,6 +182,27 @@ class Network:
             )
         return Channel(kind, min(rates), DEFAULT_LATENCY_S["between clusters"])
 
+    def link_notes(self) -> tuple[str, ...]:
+        """A line for each link between clusters that counts for each pair of hosts, since one pair alone has measured it."""
+        notes = []
+        for link in self.topology.links:
+            first, second = (
+                [h for h, cluster in enumerate(self.cluster_of_host) if self.topology.clusters[cluster].name == name]
+                for name in link.ends
+            )
+            users = max(len(first), len(second))
+            if not link.measured or link.shared_bytes_per_s is not None or users == 1:
+                continue
+            if all(self._shared_rdma((one, other)) for one in first for other in second):
+                continue  # a fabric reaches across
+            notes.append(
+                f"link {' - '.join(link.ends)}: measured by one pair of hosts, and taken to give each pair as much; shared by {users} "
+                f"hosts if it is one line: then say so in the topology file: links: - {{ends: [{', '.join(link.ends)}], "
+                f"transport: {link.transport}, bandwidth: {link.bandwidth_bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
+                f"latency: {link.latency_s * 1e6:.3g} us}}"
+            )
+        return tuple(notes)
+
     def _stated(self, host: int, kind: str) -> bool:
         measured = self.topology.clusters[self.cluster_of_host[host]].speed(kind)
         cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]

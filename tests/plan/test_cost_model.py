@@ -191,6 +191,33 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int)
     assert ("link 0>1" in data.reduce_cards[0]) == (sharers > 1)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "link", "noted"),
+    [
+        (16, ", measured: true", True),
+        (1, ", measured: true", False),
+        (16, ", measured: true, shared_bandwidth: 10 Gbit/s", False),
+        (16, "", False),
+    ],
+    ids=["one pair of many", "the only pair", "several pairs", "stated"],
+)
+def test_a_link_that_counts_for_each_pair_is_noted(hosts: int, link: str, noted: bool) -> None:
+    notes = Network(Topology.from_yaml_text(many_hosts(hosts, link)), local_bytes_per_s=1e11).link_notes()
+    assert len(notes) == noted
+    if noted:
+        assert "shared by 16 hosts" in notes[0]
+        # what the note says to write is what it needs
+        told = notes[0].partition("links: - ")[2]
+        text = many_hosts(hosts, link).partition("links: ")[0] + f"links: [{told}]"
+        stated = Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11)
+        assert not stated.link_notes() and stated.between_hosts(0, 16).links == (((0, 1), 1.25e9),)
+
+
+def test_a_link_is_not_noted_where_a_fabric_reaches_across() -> None:
+    text = many_hosts(2, ", measured: true").replace("kind: infiniband", "kind: infiniband, fabric: x")
+    assert not Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11).link_notes()
+
+
 def test_what_processors_carry_by_hand() -> None:
     text = TWO.replace("devices: 2", "devices: 1")
     layout, partition = Layout(pipeline=2, data=2), Partition((2, 2))

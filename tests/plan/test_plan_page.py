@@ -16,6 +16,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.plan_page import plan_page, save_plan_page
 from lightning_holmes.plan.plan_table import (
     HEADINGS,
@@ -30,6 +31,7 @@ from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.search import SearchResult, search
+from lightning_holmes.plan.search.notes import describe_result
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.timeline import Span, Timeline
 from lightning_holmes.plan.timeline_plot import COLOURS, _alone, _draw, save_timeline_plot, timeline_svg
@@ -148,6 +150,30 @@ def test_unlike_devices_of_a_cluster_are_counted_by_type(searched: tuple[SearchR
     assert "<td>2 x A100-80GB</td>" in page and "<td>2 x V100-32GB</td>" in page
 
 
+def test_a_link_that_one_pair_has_measured_is_noted(searched: tuple[SearchResult, CostModel]) -> None:
+    result, costs = searched
+    assert search_data(result, costs)["link_notes"] == [], "the file states it"
+    measured = Topology.from_yaml_text(TOPOLOGY.replace("latency: 1 ms}", "latency: 1 ms, measured: true}"))
+    network = Network(measured, local_bytes_per_s=1e11)
+    device = find_device_type("A100-80GB")
+    costs = CostModel(costs.model, network, devices=(device, device), training=costs.training)
+    (note,) = search_data(result, costs)["link_notes"]
+    assert note.startswith("link east <1> - west: ") and "shared by 2 hosts if it is one line" in note
+    stream = io.StringIO()
+    print_search(result, costs, file=stream)
+    assert note in " ".join(stream.getvalue().split()) and "shared by 2 hosts" in plan_page(result, costs)
+    options = PlanOptions(
+        pipeline_parallel_size=4,
+        num_microbatches=16,
+        eval_num_microbatches=1,
+        schedule="eager_1f1b",
+        num_chunks=1,
+        partition="uniform",
+        layers=None,
+    )
+    assert note in describe_result(result, costs, options), "a run's plan says it, too"
+
+
 def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) -> None:
     data = json.loads(json.dumps(search_data(*searched), allow_nan=False))
     assert set(data) == {
@@ -160,6 +186,7 @@ def test_json_has_the_documented_keys(searched: tuple[SearchResult, CostModel]) 
         "left_out",
         "memory_note",
         "sharding_note",
+        "link_notes",
     }
     assert Timeline.from_data(data["best"].pop("timeline")).step_s == data["best"]["step_s"]
     assert all(set(entry) == set(data["best"]) for entry in data["runners_up"])

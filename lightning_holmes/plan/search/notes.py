@@ -38,6 +38,7 @@ def describe_result(
         notes.append(_describe_schedule(result, not_interleaved))
     if result.sharding_note is not None:
         notes.append(result.sharding_note)
+    notes += cost_model.network.link_notes()
     notes.append(f"prediction: {best.step_s:.3g} s a step, {best.timeline.bubble_share:.0%} of it bubble ({described})")
     return tuple(notes) if result.memory_note is None else (*notes, result.memory_note)
 
