@@ -1,10 +1,12 @@
 """An optimizer node whose parameters and states are on disk gives what one gives that has them in memory, bit for bit, and keeps to
 its memory; disks that are full, or fail."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,48 @@ def test_loaded_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     driver.ask(0, {"ask": "load", "unit": 0, "states": states})
     assert all(torch.equal(state, first[key] + 1) for key, state in driver.read(0, 2)[1].items())
     driver.close()
+
+
+class Interrupted:
+    """A lock; who takes it first comes a moment late, and ``act`` is done before."""
+
+    def __init__(self, lock: Any, act: Callable[[], None]) -> None:
+        self._lock, self._act = lock, act
+
+    def __enter__(self) -> Any:
+        act, self._act = self._act, lambda: None
+        act()
+        return self._lock.__enter__()
+
+    def __exit__(self, *exception: object) -> Any:
+        return self._lock.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_states_that_are_loaded_while_a_step_is_prepared_are_those_that_it_steps_with(tmp_path: Path) -> None:
+    """A worker may have begun its first batch while another one still brings the checkpoint."""
+    found = []
+    for place, memory in (("memory", None), (str(tmp_path), OVERHEAD + ROOMS["for all"])):
+        driver = Driver(told_of("adamw", num_layers=1, shape=(64, 96), num_workers=1, states=place), memory=memory)
+        unit = driver.service._units[0]
+        shapes = dict(zip(unit.layout.names, unit.layout.shapes, strict=True))
+        states = {
+            n: {"step": torch.tensor(3.0), "exp_avg": torch.ones(s), "exp_avg_sq": torch.ones(s)}
+            for n, s in shapes.items()
+        }
+        if memory is None:
+            unit.load(states)
+        else:
+            unit._lock = Interrupted(unit._lock, functools.partial(unit.load, states))
+            assert unit.prepare(ahead=True)
+        driver.run(num_windows=1, is_eager=True, fetches=False)
+        found.append(driver.read(0, 2))
+        driver.close()
+    (expected, their_states), (values, own_states) = found
+    assert torch.equal(values, expected)
+    assert all(torch.equal(own_states[key], state) for key, state in their_states.items())
 
 
 MEASURED = """

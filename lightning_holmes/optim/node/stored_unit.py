@@ -200,9 +200,9 @@ class StoredUnit(Unit):
         else:
             slot = store.states.take(size)
             held = store.cache.borrow(self._index, num_bytes, self._read_values)
-        self.wait_for_writes()
-        reads = [store.file.read(self._states_at, slot[: self._capacity])] if self._entries else []
-        with self._lock:
+        with self._lock:  # a checkpoint's states may come meanwhile, before a step begins: of all or nothing
+            self.wait_for_writes()
+            reads = [store.file.read(self._states_at, slot[: self._capacity])] if self._entries else []
             has_gradient = self._is_spilled and not ahead
             if has_gradient:
                 reads.append(self._read_gradient(slot[self._capacity :]))
