@@ -7,7 +7,6 @@
 What is given back is kept for the next who wants as much: fresh memory costs a page fault each 4 kB.
 """
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable
@@ -19,16 +18,6 @@ from torch import Tensor
 from lightning_holmes.errors import ConnectionLostError
 
 PAGE = 4096
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_LARGE_BYTES = 400_000
-
-
-def free_at_once() -> None:
-    """Let this process give large allocations back to the system when they are freed. By itself glibc, once such a one was freed, takes
-    the next ones from the heap of the thread that asks, where they leave holes: 140 MB in a node of 24 units of 4 MB."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class Transfer(Protocol):
