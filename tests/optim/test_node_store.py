@@ -225,3 +225,34 @@ def test_what_a_node_is_told() -> None:
     assert options.folder("memory", name="a node") == "/disk" and NodeOptions().folder("memory", name="") is None
     with pytest.raises(ConfigurationError, match=r"--states /disk, and the workers have optimizer_states='/other'"):
         options.folder("/other", name="a node")
+
+
+@pytest.mark.parametrize("states", ["memory", "disk"])
+def test_workers_that_ask_for_norms_one_after_the_other_scale_gradients_once(states: str, tmp_path: Path) -> None:
+    """One has divided by the scaler's factor, and asks for the norm, before the other one has looked whether they are finite."""
+    told = told_of(
+        "sgd", num_layers=1, shape=(4, 5), num_workers=2, states="memory" if states == "memory" else str(tmp_path)
+    )
+    driver = Driver(told, memory=None if states == "memory" else OVERHEAD + ROOMS["some"])
+    unit = driver.service._units[0]
+    for worker in range(2):
+        unit.arrive(worker, 1, unit.layout.names, torch.ones(unit.layout.numel), is_last=True)
+    names, edits = unit.layout.names, [("scale", 0.5)]
+    found = []
+    for _ in range(2):
+        assert unit.is_finite(1)
+        found += [unit.norm_squared(1, names, ()) for _ in range(len(found) == 0)]
+        found.append(unit.norm_squared(1, names, edits))
+    found.append(unit.norm_squared(1, names, ()))
+    assert found == pytest.approx([4.0 * unit.layout.numel, *[unit.layout.numel] * 2, 4.0 * unit.layout.numel])
+    driver.close()
+
+
+def test_a_unit_is_complete_whoever_brings_the_last_gradient() -> None:
+    driver = Driver(told_of("sgd", num_layers=1, shape=(4, 5), num_workers=3, states="memory"), memory=None)
+    unit = driver.service._units[0]
+    for window, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)], start=1):
+        gradient = torch.ones(unit.layout.numel)
+        done = [unit.arrive(w, window, unit.layout.names, gradient.clone(), is_last=True) for w in order]
+        assert done == [False, False, True], window
+    driver.close()

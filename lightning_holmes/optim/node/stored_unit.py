@@ -135,6 +135,8 @@ class StoredUnit(Unit):
         try:
             if self._sum is None or self._gradients is not None or self._turn or self._ahead is not None:
                 return False
+            if self._gradient_at in self._writes:  # of a window that was left out
+                self._writes[self._gradient_at].wait()
             buffer = self._store.gradients.whole(self._sum)
             self._sum, self._is_spilled = None, True
             self._write(self._gradient_at, buffer, lambda: self._store.gradients.give(buffer))
@@ -166,15 +168,11 @@ class StoredUnit(Unit):
 
     def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
         with self._lock:
-            wanted = [name for name in self.layout.names if name in self._reached and name in names]
-            if self._is_spilled and window == self._window and not edits and self._norms.keys() >= set(wanted):
-                return sum(self._norms[name] for name in wanted)  # it was read for another worker
+            known = [(len(edits), name) for name in self.layout.names if name in self._reached and name in names]
+            if self._is_spilled and window == self._window and self._norms.keys() >= set(known):
+                return sum(self._norms[key] for key in known)  # it was read for another worker
             with self._gradients_at_hand(window):
-                try:
-                    return super().norm_squared(window, names, edits)
-                finally:
-                    if self._is_spilled and edits:  # they are made again when it is read again
-                        self._norms.clear()
+                return super().norm_squared(window, names, edits)
 
     def is_finite(self, window: int) -> bool:
         with self._lock, self._gradients_at_hand(window):
@@ -273,16 +271,18 @@ class StoredUnit(Unit):
 
     @contextlib.contextmanager
     def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
-        if self._small.keys().isdisjoint(names) and not self.layout.has_masters:
+        with self._lock:  # the update to the version that was waited for may not have put its states away yet
+            has_none = self._small.keys().isdisjoint(names) and not self.layout.has_masters
+        if has_none:
             yield {}
             return
         slot = self._store.states.take(self._capacity)
         try:
-            with self._lock:  # the version that was waited for is written now, if not before
+            with self._lock:
                 self.wait_for_writes()
                 if self._entries:
                     self._store.file.read(self._states_at, slot[: self._capacity]).wait()
-            found = {name: state for name, state in self._views(slot).items() if name in names}
+                found = {name: state for name, state in self._views(slot).items() if name in names}
             if not self.layout.has_masters:
                 yield found
                 return
@@ -296,10 +296,11 @@ class StoredUnit(Unit):
             self._store.states.give(slot)
 
     def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
-        found = {name: list(small) for name, small in self._small.items() if name in names}
-        for name, key in self._entries:
-            if name in names:
-                found[name].append(key)
+        with self._lock:
+            found = {name: list(small) for name, small in self._small.items() if name in names}
+            for name, key in self._entries:
+                if name in names:
+                    found[name].append(key)
         for name in self._stepped.intersection(names) if self.layout.has_masters else ():
             found.setdefault(name, []).append(MASTER_WEIGHT)
         return found

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.errors import ConnectionLostError, UnsupportedModuleError
 from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, may_fuse, options_of
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 
@@ -54,7 +54,7 @@ class Unit:
         self._gradients: dict[str, Tensor] | None = None
         self._reached: set[str] = set()
         self._num_edited = 0
-        self._norms: dict[str, float] = {}  # of the gradients as they are edited
+        self._norms: dict[tuple[int, str], float] = {}  # after so many edits
 
     def _start(self) -> dict[str, Tensor]:
         """Parameters without values yet."""
@@ -112,12 +112,13 @@ class Unit:
             Whether with this one all workers' last ones have been added.
         """
         with self._lock:
-            before = self._num_last
+            is_complete = False
             self._inbox[worker].append((window, touched, gradient, is_last))
             while self._inbox[self._turn]:
                 self.add(*self._inbox[self._turn].popleft())
                 self._turn = (self._turn + 1) % len(self._inbox)
-            return self._num_last == len(self._inbox) and (before != self._num_last or len(self._inbox) == 1)
+                is_complete = self._num_last == len(self._inbox)
+            return is_complete
 
     def add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
         """Add a worker's gradients of a window; the lock is held."""
@@ -151,17 +152,22 @@ class Unit:
             for name, gradient in self._gradients.items():
                 if name in self._stepped:
                     gradient.mul_(value) if kind == "scale" else gradient.clamp_(-value, value)
-            self._norms.clear()
-        self._num_edited = len(edits)
+        self._num_edited = max(self._num_edited, len(edits))
         return self._gradients
 
     def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
-        """Of the gradients of ``names``."""
+        """Of the gradients of ``names``, after ``edits``; a worker that asks later than another one, who has gone on to edit them, is
+        told what that one was told."""
         with self._lock:
-            gradients = self._edited(window, edits)
-            missing = [name for name in gradients if name in names and name not in self._norms]
-            self._norms |= {name: float(torch.linalg.vector_norm(gradients[name])) ** 2 for name in missing}
-            return sum(self._norms[name] for name in gradients if name in names)
+            gradients, after = self._edited(window, edits), len(edits)
+            wanted = [name for name in gradients if name in names]
+            missing = [name for name in wanted if (after, name) not in self._norms]
+            if missing and after < self._num_edited:
+                raise ConnectionLostError(
+                    f"a worker asks for the norm of {missing[0]}'s gradient, which another one has clipped without asking"
+                )
+            self._norms |= {(after, name): float(torch.linalg.vector_norm(gradients[name])) ** 2 for name in missing}
+            return sum(self._norms[after, name] for name in wanted)
 
     def is_finite(self, window: int) -> bool:
         """Whether all gradients with which the optimizer steps are."""

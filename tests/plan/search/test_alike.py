@@ -81,7 +81,7 @@ def test_the_layout_that_the_command_takes_is_used_as_a_run_would() -> None:
     model = CostModel(
         one.model,
         Network(topology, local_bytes_per_s=1e10),
-        devices=one.devices,
+        devices=one.host_devices[:1] * 2,
         training=dataclasses.replace(one.training, batch_samples=64),
     )
     best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, num_layers=12)).best
