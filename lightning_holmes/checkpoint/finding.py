@@ -53,11 +53,7 @@ def whole_checkpoints(paths: set[str], folder: Path) -> set[str]:
     return set()
 
 
-def newest_whole(folders: Iterable[str], since: float) -> str | None:
-    """The youngest whole checkpoint of these folders that was written after a moment, in seconds since the epoch."""
-    found: list[tuple[float, Path]] = []
-    for folder in folders:
-        if Path(folder).is_dir():
-            found += [(path.stat().st_mtime, path) for path in Path(folder).iterdir() if path.suffix == ".ckpt"]
-    younger = sorted(((at, path) for at, path in found if at >= since), reverse=True)
-    return next((str(path) for _, path in younger if not problems(path)), None)
+def newest_whole(paths: Iterable[str]) -> str | None:
+    """The youngest of these checkpoints that is there and whole."""
+    found = [(path.stat().st_mtime, path) for path in map(Path, paths) if path.exists()]
+    return next((str(path) for _, path in sorted(found, reverse=True) if not problems(path)), None)

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -36,15 +37,18 @@ from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "lightning_holmes"
-_MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS = "mutex", "lock", "attempt", "began", "step"
+_MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS, _SAVED = "mutex", "lock", "attempt", "began", "step", "checkpoints"
 _DIGITS = 20
+_READ = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"}
+"""What a command names and a run does not write."""
 _ENDED_S = 3600.0  # a job none of whose processes lives is not started again later than this
 _ROOM = 1.05  # of what is written, for headers and the manifest
 
 
 def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
     """What the folders of a job are called, the same when it is started again, and another for any other job: the launcher's name of the
-    job, else the address of rank 0; the user; the command, and what stands in its script."""
+    job, else the address of rank 0; the user; the script's place, the command, and what stands in the script and in the configurations that
+    the command names."""
     run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         job = f"torchrun {run_id}"
@@ -52,10 +56,13 @@ def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
         job = f"slurm {variables['SLURM_JOB_ID']}"
     else:
         job = f"{address}:{port}"
-    script = b""
-    with contextlib.suppress(OSError):
-        script = Path(sys.argv[0]).read_bytes()
-    digest = hashlib.sha256("\0".join([job, str(os.geteuid()), *sys.argv]).encode() + script)
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    digest = hashlib.sha256("\0".join([job, str(os.geteuid()), os.path.abspath(script), *sys.argv]).encode())
+    for argument in sys.argv:
+        path = Path(argument.partition("=")[2] if argument.startswith("--") else argument)
+        if path.suffix in _READ:
+            with contextlib.suppress(OSError):
+                digest.update(path.read_bytes())
     return f"{_PREFIX}-{os.geteuid()}-{digest.hexdigest()[:16]}"
 
 
@@ -128,6 +135,18 @@ class SnapshotFolder:
     def note_step(self, step: int) -> None:
         """So many steps have been done."""
         os.pwrite(self._progress, b"%0*d" % (_DIGITS, step), 0)
+
+    def note_checkpoint(self, path: str) -> None:
+        """A checkpoint of the fit has been saved."""
+        with (self.path / _SAVED).open("a") as file:
+            print(json.dumps(os.path.abspath(path)), file=file)
+
+    def saved_checkpoints(self) -> list[str]:
+        """Those that were noted, of attempts before too."""
+        try:
+            return [str(json.loads(line)) for line in (self.path / _SAVED).read_text().splitlines()]
+        except FileNotFoundError:
+            return []
 
     def clear(self) -> None:
         """Remove the snapshots of a fit that has ended well; the time of its beginning stays."""

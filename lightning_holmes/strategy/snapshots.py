@@ -19,14 +19,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes.checkpoint import Job as Membership
 from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
 from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_private import checkpoint_folder, data_fetcher, is_searching, loaders_of
+from lightning_holmes.lightning_private import data_fetcher, is_searching, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -195,7 +194,8 @@ class Snapshots:
         began = [at for at, _ in attempts if at is not None]
         if not began:
             return find_checkpoint(ckpt_path)
-        newest = member.broadcast(newest_whole(self._checkpoint_folders(), since=min(began)))
+        saved = {path for paths in member.all_gather(folder.saved_checkpoints()) for path in paths}
+        newest = member.broadcast(newest_whole(saved))
         if newest is not None:
             self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
             return newest
@@ -204,9 +204,10 @@ class Snapshots:
         )
         return find_checkpoint(ckpt_path)
 
-    def _checkpoint_folders(self) -> list[str]:
-        callbacks = self._trainer.checkpoint_callbacks
-        return [checkpoint_folder(c, self._trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+    def note_saved(self, checkpoint: Mapping[str, Any], path: Any) -> None:
+        """A checkpoint was saved: one from which a fit can go on is noted."""
+        if not self.is_taking and "optimizer_states" in checkpoint:
+            self.folder.note_checkpoint(str(path))
 
     def _tell(self, where: str) -> None:
         self._say(f"this job was started again, and goes on {where}")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_holmes.checkpoint.snapshots import MEMORY, SnapshotFolder, SnapshotManager, job_name
 from lightning_holmes.errors import ConfigurationError
@@ -30,6 +33,17 @@ def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environme
     """
     connection, every = job.connection, options.snapshot_every_n_steps
     assert every is not None
+    searching = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder))]  # type: ignore[attr-defined]
+    if searching:
+        raise ConfigurationError(
+            f"snapshot_every_n_steps beside {searching[0]}, which puts a fit that has gone on from a snapshot back to its beginning: search "
+            f"with a strategy without snapshots, and train with what was found"
+        )
+    if isinstance(environment, LightningEnvironment) and "MASTER_PORT" not in os.environ:
+        rank_zero_warn(
+            "snapshot_every_n_steps: this job has no name under which it is found when it is started again; use torchrun --rdzv-id, or set "
+            "MASTER_PORT to a port of its own"
+        )
     name = connection.broadcast(job_name(os.environ, environment.main_address, environment.main_port))
     base = MEMORY if options.snapshot_folder is None else Path(options.snapshot_folder)
     folder, problem = None, ""

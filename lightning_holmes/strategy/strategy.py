@@ -657,6 +657,8 @@ class HolmesStrategy(ParallelStrategy):
                 if self._snapshots is not None and self._snapshots.is_taking:
                     self._snapshots.describe(checkpoint, self._training.plan.num_microbatches)
                 ours.save(checkpoint, filepath, storage_options)
+                if self._snapshots is not None:
+                    self._snapshots.note_saved(checkpoint, filepath)
         elif self._options.save_distributed_checkpoint is not True:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:

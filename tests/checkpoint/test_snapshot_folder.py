@@ -48,7 +48,14 @@ def test_a_jobs_name_is_its_launchers_and_its_commands(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", [str(script), "--lr=2"])
     changed = job_name(named, "10.0.0.1", 29500)
     script.write_text("lr = 0.2")
-    assert len({first, changed, job_name(named, "10.0.0.1", 29500)}) == 3
+    edited = job_name(named, "10.0.0.1", 29500)
+    config = tmp_path / "config.yaml"
+    monkeypatch.setattr("sys.argv", [str(script), f"--config={config}"])
+    configured = set()
+    for text in ("lr: 1", "lr: 2"):
+        config.write_text(text)
+        configured.add(job_name(named, "10.0.0.1", 29500))
+    assert len({first, changed, edited, *configured}) == 5
 
 
 def test_folders_are_the_users_alone_and_those_of_ended_jobs_go(tmp_path: Path) -> None:

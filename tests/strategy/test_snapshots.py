@@ -19,9 +19,14 @@ from typing import Any
 import pytest
 import torch
 from launch import Worker, launch_raw
-from snapshot_cases import STEPS
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from snapshot_cases import STEPS, Net, Noisy
+from torch.utils.data import DataLoader
 
+from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import Job
+from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
 
 
@@ -174,3 +179,18 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
     assert due[0] == 0.2, "after the first step, when no gradients wait for more"
     assert gaps[0] == pytest.approx(50.6, abs=0.3) and gaps[1] == pytest.approx(2.2, abs=0.3)
     assert due[-1] < 240.0 and gaps[-1] == pytest.approx(30.0, abs=0.3), "no two are written at once"
+
+
+def test_a_search_in_the_fit_is_refused_beside_snapshots(tmp_path: Path) -> None:
+    """It puts the fit back to what it was when the search began, which was not the snapshot's place."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[LearningRateFinder()],
+        strategy=HolmesStrategy(snapshot_every_n_steps=1, snapshot_folder=str(tmp_path)),
+    )
+    with pytest.raises(ConfigurationError, match="snapshot_every_n_steps beside LearningRateFinder"):
+        trainer.fit(Net({}), DataLoader(Noisy(), batch_size=8))
