@@ -31,7 +31,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torchmetrics import Metric
 
 # processes and collectives
@@ -136,11 +135,6 @@ def data_fetcher(loop: Any) -> Any:
 def loaders_of(loop: Any) -> list[Any]:
     """The training loaders of a fit loop, one after the other."""
     return list(loop._combined_loader.flattened)
-
-
-def is_searching(trainer: "pl.Trainer") -> bool:
-    """Whether the trainer is trying learning rates at this moment, in the midst of a fit, and takes all back afterwards."""
-    return any(type(callback) is _LRCallback for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 BEFORE_FIT = "run-stage"

@@ -24,7 +24,6 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as trainer_module
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -257,27 +256,14 @@ def test_a_pass_over_the_training_loaders_begins_anew_with_iter(tmp_path: Path) 
     assert seen == [[4, 4], [loader]]
 
 
-def test_a_search_for_learning_rates_is_known_and_the_barrier_before_a_fit_is_named(tmp_path: Path) -> None:
-    seen: list[bool] = []
-
-    class Looks(BoringModel):
-        lr = 0.1
-
-        def on_train_batch_start(self, *args: Any) -> None:
-            seen.append(private.is_searching(self.trainer))
-
+def test_the_barrier_before_a_fit_is_named(tmp_path: Path) -> None:
     names: list[str | None] = []
 
     class Strategy(SingleDeviceStrategy):
         def barrier(self, name: str | None = None) -> None:
             names.append(name)
 
-    tuned = trainer_for(tmp_path)
-    Tuner(tuned).lr_find(Looks(), num_training=2)
-    assert seen and all(seen)
-    seen.clear()
-    trainer_for(tmp_path, strategy=Strategy()).fit(Looks())
-    assert seen and not any(seen)
+    trainer_for(tmp_path, strategy=Strategy()).fit(BoringModel())
     assert names.count(private.BEFORE_FIT) == 1 and names.index(private.BEFORE_FIT) > 0
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -131,7 +130,6 @@ def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | N
 def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:
     """(number of the step of middle length, how many were noted, that step on every rank)."""
     seconds = {number: step.seconds for number, step in mine.items()}
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     everyone: list[Any] = all_gather_values(seconds)
     common = sorted(set(everyone[0]).intersection(*everyone[1:]))
     if len(common) > 2 * _WARM_UP:
@@ -141,8 +139,6 @@ def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None
     longest = {number: max(of_rank[number] for of_rank in everyone) for number in common}
     middle = statistics.median_low(longest.values())
     number = next(number for number in common if longest[number] == middle)
-    if not several:
-        return number, len(common), [mine[number]]
     steps = all_gather_values(mine[number].to_data())
     return number, len(common), [RankStep.from_data(data) for data in steps]
 

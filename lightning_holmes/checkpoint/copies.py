@@ -6,7 +6,6 @@
 What is written and what a copy is good for is saving.py's and loading.py's: a file counts wherever it is found.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.checkpoint.folder import part_file
+from lightning_holmes.comm.file_space import reserve
 from lightning_holmes.comm.gloo import wait_for
 
 _SIZE, _BYTES = 1, 2  # tags
@@ -100,13 +100,5 @@ def _room_for(path: Path, size: int) -> torch.Tensor:
         path.touch()
         return torch.empty(0, dtype=torch.uint8)
     with path.open("wb") as file:
-        _reserve(file.fileno(), size)
+        reserve(file.fileno(), size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Take the room now: a mapped file whose file system is full ends the process by SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.truncate(descriptor, size)

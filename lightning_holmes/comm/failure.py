@@ -106,18 +106,24 @@ class FailureWatch:
     def _tell(self, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
             end = time.monotonic() + _NOTICE_S
-            if isinstance(exception, RemoteError) or self._store.add(self._key(_FIRST_KEY), 1) > 1:
+            mine = Failure(self._rank, f"{type(exception).__name__}: {exception}")
+            if isinstance(exception, RemoteError) or not self._tell_first(mine):
                 while self._cause is None and time.monotonic() < end:  # the first is about to say it
                     self._cause = self._look()
                     time.sleep(0.02)
                 self._notice()
                 if self._rank != 0:
                     return  # rank 0 stays as long as the first: the store goes with it
-            else:
-                self._cause = Failure(self._rank, f"{type(exception).__name__}: {exception}")
-                self._store.set(self._key(_KEY), json.dumps([self._cause.rank, self._cause.words]))
             while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
                 time.sleep(0.05)
+
+    def _tell_first(self, failure: Failure) -> bool:
+        """Tell ``failure``, unless another one was told before; whether it was not."""
+        if self._store.add(self._key(_FIRST_KEY), 1) > 1:
+            return False
+        self._cause = failure
+        self._store.set(self._key(_KEY), json.dumps([failure.rank, failure.words]))
+        return True
 
     def _notice(self) -> None:
         """Tell the rank that failed first, which waits for it, that this one knows."""
@@ -154,8 +160,7 @@ class FailureWatch:
         if rank == self._rank or not self.on_absence(batch):
             return
         self._grace_s = _SILENCE_S  # what this rank does never ends by itself; the other one must read this first
-        if self._store.add(self._key(_FIRST_KEY), 1) == 1:
-            self._store.set(self._key(_KEY), json.dumps([rank, f"{UnevenDataError.__name__}: {words}"]))
+        self._tell_first(Failure(rank, f"{UnevenDataError.__name__}: {words}"))
 
     def _look_at_cards(self) -> bool:
         """End the run on all ranks where a card of this one stays down; whether it is so."""
@@ -163,9 +168,7 @@ class FailureWatch:
         if lost is None:
             return False
         words = f"{lost}. Started again, the run goes on over Ethernet, or over the card if that is back"
-        if self._store.add(self._key(_FIRST_KEY), 1) == 1:
-            self._cause = Failure(self._rank, f"{ConnectionLostError.__name__}: {words}")
-            self._store.set(self._key(_KEY), json.dumps([self._cause.rank, self._cause.words]))
+        self._tell_first(Failure(self._rank, f"{ConnectionLostError.__name__}: {words}"))
         self._grace_s = _SILENCE_S  # the others read it meanwhile
         self._end_process(f"[rank {self._rank}] ends, because {words}")
         return True

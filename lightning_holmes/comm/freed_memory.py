@@ -14,13 +14,15 @@ _LARGE_BYTES = 400_000
 def give_back_freed_memory() -> None:
     """Return what is freed to the system: whole tensors, of which a rank keeps a part, leave holes between the parts, which
     glibc keeps; they came to as much as the parts."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    _tell_glibc("malloc_trim", 0)
 
 
 def free_at_once() -> None:
     """Let this process give large allocations back to the system when they are freed. By itself glibc, once such a one was freed, takes
     the next ones from the heap of the thread that asks, where they leave holes: 140 MB in a node of 24 units of 4 MB."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    _tell_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def _tell_glibc(function: str, *arguments: int) -> None:
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        getattr(ctypes.CDLL(None), function)(*arguments)

@@ -25,7 +25,7 @@ from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
 from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_private import data_fetcher, is_searching, loaders_of
+from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -73,7 +73,7 @@ class Snapshots:
         self.manager, self.folder = manager, folder
         self.is_taking = False
         self.is_active = False
-        """The fit has come to its batches: what others run before in its loops (searches for learning rates) is none of it."""
+        """The fit has come to its batches: what a callback trains before, in its loops, is none of it."""
         self.chosen: str | None = None
         """The snapshot that the fit begins from."""
         self.num_microbatches: int | None = None
@@ -99,7 +99,7 @@ class Snapshots:
         """Whether the next batch shall wait for a snapshot; what rank 0 says counts. After the first step, and from then on."""
         trainer = self._trainer
         step = trainer.global_step
-        if not self.is_active or self._is_accumulating or is_searching(trainer):
+        if not self.is_active or self._is_accumulating:
             return False
         if self._step is None:
             return step > self._started

@@ -20,9 +20,8 @@ from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.snapshots import Snapshots
 
-_fits = (
-    itertools.count()
-)  # of this process, whichever trainer's: started again, it begins the same ones in the same order
+_fits = itertools.count()
+"""Of this process, whichever trainer's: started again, it begins the same ones in the same order."""
 
 
 def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environment: ClusterEnvironment) -> Snapshots:

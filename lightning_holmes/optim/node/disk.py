@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_holmes.comm.file_space import reserve
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.optim.node.memory import PAGE, Memory
 
@@ -93,7 +94,7 @@ class StateFile:
                 f"optimizer states cannot be kept in {str(path.parent)!r}: {error}; name a folder of the node that it may write to"
             ) from error
         try:
-            _reserve(self._fd, num_bytes)
+            reserve(self._fd, num_bytes)
         except OSError as error:
             self.close()
             raise ConfigurationError(
@@ -106,7 +107,7 @@ class StateFile:
         """Take more space; where it begins."""
         start = self.num_bytes
         try:
-            _reserve(self._fd, start + num_bytes)
+            reserve(self._fd, start + num_bytes)
         except OSError as error:
             raise HolmesError(f"{self.path} cannot grow by {num_bytes / 1e9:.2f} GB: {error}") from error
         self.num_bytes += num_bytes
@@ -211,13 +212,6 @@ def _open(path: Path) -> tuple[int, bool]:
         except OSError:
             pass  # not on this file system
     return os.open(path, flags, 0o600), False
-
-
-def _reserve(fd: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, max(num_bytes, 1))
-    else:
-        os.ftruncate(fd, num_bytes)
 
 
 def _remove(path: Path) -> None:

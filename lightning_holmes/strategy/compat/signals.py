@@ -26,9 +26,8 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.snapshots import Snapshots
 
 _GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3
-_LEFT_BEHIND = (
-    128 + signal.SIGTERM
-)  # the exit code of a rank that was not told itself: a launcher starts the rest again
+_LEFT_BEHIND = 128 + signal.SIGTERM
+"""The exit code of a rank that was not told itself: a launcher starts the rest again."""
 
 
 class BatchSignals(Replacements):
