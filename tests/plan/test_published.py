@@ -16,6 +16,7 @@ from published import (
     predict_row,
     through_one_card,
 )
+from published_h100 import LLAMA_ROWS, predict_llama
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.partition import Partition
@@ -69,6 +70,15 @@ def test_the_documented_errors_of_zero3_are_the_models() -> None:
         documented = [float(number) for number in re.findall(r"([+-][\d.]+) %", line)]
         assert documented == pytest.approx([100 * entry.error for entry in each], abs=0.15), row.name
         assert not row.fitted and row.batch == row.hosts * 8 * row.microbatch, "one microbatch a GPU"
+
+
+def test_the_documented_errors_of_the_h100_are_the_models() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for row in LLAMA_ROWS:
+        predicted = predict_llama(row)
+        error = 100 * (predicted / row.tflops - 1)
+        assert f"| Llama 3.1 405 B, {row.gpus} GPUs | {row.tflops:.0f} | {predicted:.1f} | {error:+.1f} % |" in text
+        assert abs(error) < 20
 
 
 def test_flops_of_a_step_are_the_tables_formula() -> None:

@@ -1,0 +1,124 @@
+"""Measurements of Llama 3.1 405B on H100s, and what the cost model makes of them with that device type as it stands.
+
+It owns the two rows of 8,192 tokens of table 4 in arXiv 2407.21783 (BF16 TFLOPS per GPU) and their prediction. Nothing is fitted: the H100's
+share of peak is the one that `--device_type H100-80GB` assumes.
+
+    for row in LLAMA_ROWS: print(row.gpus, row.tflops, predict_llama(row))
+
+The paper says: 126 layers of 16,384 channels, 53,248 in the MLP, 128 heads of which 8 for keys and values, 128,256 words; tensor parallelism
+of 8 with sequences shared, a pipeline of 16, interleaved, whose first and last stage have no layer; FSDP of states and gradients, parameters kept
+until the backward; nothing recomputed; gradients reduced in fp32; one card of 400 Gbit/s a GPU, RoCE. Assumed: a layer a stage (16 ranks
+of 8 chunks, which is what 126 layers and two stages without one make), microbatches of one sequence, and that the paper counts attention whole and
+computes the causal half of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import DEVICE_TYPES
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.prediction import predict
+from lightning_holmes.plan.route import REACHED, Network
+from lightning_holmes.plan.run_shape import Layout, RunShape
+from lightning_holmes.plan.training import Training
+
+_LAYERS, _HIDDEN, _MLP, _KEYS, _WORDS, _TOKENS = 126, 16384, 53248, 1024, 128256, 8192
+_TENSOR, _PIPELINE = 8, 16
+# Of each element of a layer's input in half precision: two norms (read, written) and two sums of a residual (read twice, written); of each of
+# the MLP's, SiLU and its product (two read, one written). The backward reads what these have read and written, and writes a gradient for each read.
+_MOVED, _MOVED_MLP = 2 * 4.0 + 2 * 6.0, 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaRow:
+    """One measurement. sequences: of a replica's batch; tflops: of the model's FLOPs, per GPU."""
+
+    gpus: int
+    sequences: int
+    tflops: float
+
+
+LLAMA_ROWS = (LlamaRow(gpus=8192, sequences=32, tflops=430), LlamaRow(gpus=16384, sequences=16, tflops=400))
+
+
+def llama_cost() -> ModelCost:
+    """Llama 3.1 405B in half precision, a sequence a microbatch."""
+    weights = 2 * _HIDDEN**2 + 2 * _HIDDEN * _KEYS + 3 * _HIDDEN * _MLP
+    forward = _TOKENS * (2.0 * weights + 2.0 * _TOKENS * _HIDDEN)
+    moved = _TOKENS * (_MOVED * _HIDDEN + _MOVED_MLP * _MLP)
+    crossing, head = 2.0 * _TOKENS * _HIDDEN, 2.0 * _TOKENS * _HIDDEN * _WORDS
+    layer = LayerCost(
+        forward=forward,
+        backward=2 * forward,
+        forward_products=9,
+        backward_products=18,
+        forward_moved_bytes=moved,
+        backward_moved_bytes=2 * moved,
+        parameter_bytes=2.0 * weights,
+        activation_bytes=crossing,
+        held_bytes=_TOKENS * (12.0 * _HIDDEN + 6.0 * _MLP),
+    )
+    table = 2.0 * _WORDS * _HIDDEN
+    return ModelCost(
+        unit="flops",
+        microbatch_samples=1,
+        before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
+        layers=(layer,) * _LAYERS,
+        after=LayerCost(
+            forward=head,
+            backward=2 * head,
+            forward_products=1,
+            backward_products=2,
+            forward_moved_bytes=8.0 * _TOKENS * _WORDS,
+            backward_moved_bytes=8.0 * _TOKENS * _WORDS,
+            parameter_bytes=table,
+        ),
+        tokens_per_sample=_TOKENS,
+        name="Llama 3.1 405B",
+    )
+
+
+def predict_llama(row: LlamaRow) -> float:
+    """The cost model's TFLOPS per GPU, counted as the paper counts."""
+    device = DEVICE_TYPES["H100-80GB"]
+    assert device.moved_bytes_per_s is not None
+    cards = tuple(Nic(name=f"card{index}", kind="roce", bandwidth_bytes_per_s=400e9 / 8) for index in range(8))
+    hosts = tuple(Host(name=f"h{index}", devices=8, nics=cards) for index in range(row.gpus // 8))
+    data = row.gpus // (_TENSOR * _PIPELINE)
+    costs = CostModel(
+        llama_cost(),
+        Network(
+            Topology(clusters=(Cluster(name="all", hosts=hosts),)),
+            local_bytes_per_s=device.local_bytes_per_s,
+            efficiency=REACHED,
+        ),
+        devices=(device,),
+        training=Training(
+            batch_samples=row.sequences * data,
+            gradient_ratio=2.0,
+            state_ratio=6.0,
+            sharded_optimizer=True,
+            overlap_reduce=True,
+            overlap_gather=True,
+            sequence_parallel=True,
+            memory_share=1.0,
+            update_s_per_byte=16 / device.moved_bytes_per_s,  # Adam in fp32: 32 bytes of a parameter of two
+        ),
+    )
+    chunks = (_LAYERS + 2) // _PIPELINE
+    run = RunShape(
+        layout=Layout(pipeline=_PIPELINE, tensor=_TENSOR, data=data),
+        schedule="interleaved_1f1b",
+        num_chunks=chunks,
+        num_microbatches=row.sequences,
+        microbatch_samples=1,
+    )
+    step_s = predict(costs, run, Partition((0, *(1,) * _LAYERS, 0))).step_s
+    model = costs.model
+    attention = 3 * 2.0 * _TOKENS**2 * _HIDDEN * _LAYERS  # the half that is masked is counted, and not computed
+    flops = (model.forward + model.backward + attention) * row.sequences * data
+    return flops / step_s / row.gpus / 1e12
