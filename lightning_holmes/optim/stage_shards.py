@@ -4,7 +4,7 @@ A stage's parameters lie side by side in flat parts, of one type each, cut into 
 Two buffers, as large as the largest stage, take turns: a stage has the same one in its forward and its backward, since autograd
 keeps views of its parameters. Nothing of torch's inner life is needed for that: a parameter's ``data`` is the buffer while its stage
 is held, and a placeholder of NaN else. Parameters that several stages read (tied embeddings) come first and go last, into memory of
-their own.
+their own, and so do those of stages that are small beside the largest one: a message of their own would cost more than it saves.
 
     shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, gather=...)
     pieces = shards.lay_out(by_elements=True)      # from now on only shares are here
@@ -31,6 +31,8 @@ from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 
+_SMALL = 1 / 16  # of the largest stage: what small stages may take beside the buffers
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
@@ -39,7 +41,7 @@ class Part:
     Attributes:
         names, shapes, starts: of each parameter, and where it begins.
         numel: with padding; a multiple of the number of replicas.
-        stage: the one that reads them; None: several do.
+        stage: the one that reads them; None: several do, or a small one does.
         ranks: the pipeline ranks that hold them, too; () where there are no others.
         is_trained: they had requires_grad when they were laid out.
         shard: (numel / replicas,): this replica's share of the values.
@@ -154,9 +156,11 @@ class StageShards:
     def _grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
         """What makes a part each: the stage that reads it, the other ranks that hold it, and its names."""
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
+        only = {n: next(iter(s)) for n, s in self._stages_of.items() if len(s) == 1 and n not in self._ranks_of}
+        small = _small_stages({name: stage for name, stage in only.items() if name in self.parameters}, self.parameters)
         for name, parameter in self.parameters.items():
-            stages = self._stages_of.get(name, ())
-            stage = next(iter(stages)) if len(stages) == 1 and name not in self._ranks_of else None
+            stage = only.get(name)
+            stage = None if stage in small else stage
             ranks = self._ranks_of.get(name, ())
             key = stage, ranks, parameter.dtype, parameter.device, parameter.requires_grad
             groups.setdefault(key, []).append(name)
@@ -436,6 +440,16 @@ class _Fetch:
 
     def seconds(self) -> float | None:
         return self._work.seconds()
+
+
+def _small_stages(stage_of: Mapping[str, int], parameters: Mapping[str, nn.Parameter]) -> set[int]:
+    """Stages that together have at most _SMALL of the largest one's bytes, the smallest first."""
+    sizes: dict[int, int] = {}
+    for name, stage in stage_of.items():
+        sizes[stage] = sizes.get(stage, 0) + parameters[name].numel() * parameters[name].itemsize
+    ascending = sorted(sizes, key=lambda stage: (sizes[stage], stage))
+    totals = itertools.accumulate(sizes[stage] for stage in ascending)
+    return {stage for stage, total in zip(ascending, totals, strict=True) if total <= _SMALL * max(sizes.values())}
 
 
 def _alike(one: Part, other: Part) -> bool:

@@ -109,6 +109,34 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def test_small_stages_stay_for_the_step() -> None:
+    """One message for all of them at its beginning, none for their backwards; those of the buffers' size come twice."""
+    module = nn.ModuleList([nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.PReLU(), nn.BatchNorm1d(40)])
+    by_name = dict(module.named_parameters())
+    queue = InlineQueue()
+    shards = StageShards(
+        by_name,
+        stages=range(5),
+        stages_of={name: {int(name[0])} for name in by_name},
+        shared={},
+        size=1,
+        rank=0,
+        queue=queue,  # type: ignore[arg-type]
+        gather=lambda tensor: None,
+    )
+    shards.lay_out(by_elements=True)
+    stays = {name for part in shards.parts if part.stage is None for name in part.names}
+    assert stays == {"1.weight", "1.bias", "3.weight"}, "the second BatchNorm would make it more than a sixteenth"
+    shards.fetch(0).wait()
+    assert {name for name, p in by_name.items() if not is_blank(p)} == stays | {"0.weight", "0.bias"}
+    for stage in (1, 2, 3, 4):
+        shards.fetch(stage).wait()
+        shards.release(stage - 1)
+        assert not any(is_blank(by_name[name]) for name in stays)
+    shards.release(4)
+    assert all(map(is_blank, by_name.values()))
+
+
 def _check_twin(shards: StageShards, before: dict[str, Tensor]) -> None:
     """Another copy of the module is cut as this one is, and comes back; one replica has all of each parameter."""
     other = Net()
