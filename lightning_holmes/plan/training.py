@@ -70,7 +70,7 @@ class Training:
         message_s: seconds of a rank's own time that starting a transfer takes.
         byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, where
             processors carry them (sockets).
-        own_s: seconds of a rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
+        own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
         sequence_parallel: tensor-parallel ranks share what lies between their parts, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.

@@ -236,6 +236,8 @@ def test_what_processors_carry_by_hand() -> None:
     assert {route.carried for route in halves.routes.values()} == {0.5}
     assert made(gradient_ratio_across=0.5).reduce_own_s == whole.reduce_own_s, "replicas of a stage lie in one cluster"
     assert cost_model(text, devices=(DEVICE, slow)).step_costs(shape(layout), partition).byte_s == ()
+    with_own = made(own_s=8.0).update_s  # likewise what a rank does around its microbatches
+    assert [own - none for own, none in zip(with_own, whole.update_s, strict=True)] == pytest.approx([4.0, 8.0])
 
 
 def test_memory_by_hand_and_as_simulated() -> None:
