@@ -15,6 +15,7 @@ import torch
 from lightning_holmes.comm.collective_timing import check_collective
 from lightning_holmes.comm.compression import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.node_routes import ROUTES, several_in_a_cluster
 from lightning_holmes.plan.placement import Placement, cluster_levels
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
@@ -35,7 +36,8 @@ class GradientOptions:
     powersgd_rank: int = 2
 
     def __post_init__(self) -> None:
-        check_collective(self.gradient_sync)
+        if self.gradient_sync not in ROUTES:
+            check_collective(self.gradient_sync)
         for name, value in (("bucket_bytes", self.bucket_bytes), ("powersgd_rank", self.powersgd_rank)):
             if (name, value) != ("bucket_bytes", "auto") and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -68,6 +70,11 @@ class GradientOptions:
             raise ConfigurationError(
                 'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
                 'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
+            )
+        if self.gradient_sync == "aggregator" and not any(several_in_a_cluster(ranks, clusters) for ranks in groups):
+            raise ConfigurationError(
+                'gradient_sync="aggregator" needs a cluster with several workers of a pipeline rank, of which one speaks with the '
+                'optimizer nodes, and here is none; use "auto"'
             )
         found = []
         if self.gradient_sync != "auto" and placement.data_parallel_size == 1:

@@ -69,7 +69,10 @@ class RemoteReducer(LayeredReducer):
         def push() -> None:
             for part, names, buffer in zip(parts, touched, buffers, strict=True):
                 link, unit = self.shards.link_of(part)
-                link.tell(about | {"unit": unit, "touched": names, "values": buffer})
+                aggregator = self.shards.aggregators.get(unit)
+                all_names = names if aggregator is None else aggregator.sum(unit, buffer, names, of=part.names)
+                sent = {} if all_names is None else {"touched": all_names, "values": buffer}
+                link.tell(about | {"unit": unit} | sent)
 
         return push
 

@@ -1,7 +1,7 @@
 """RemoteParameters: parameters that optimizer nodes hold, and that are whole on a worker only while their stage is computed.
 
 What StageShards is to replicas: the same parts, and the same two buffers that stages take in turn, but a part comes from a node and
-nothing of it stays. Every worker fetches whole parts, so that P bytes come in for each pass.
+nothing of it stays. Every worker fetches whole parts, so that P bytes come in for each pass; or one fetches for its cluster (aggregator.py).
 
     parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue)
     units = parameters.lay_out_units(gradient_dtype=torch.float32)      # what the nodes are told
@@ -10,6 +10,7 @@ nothing of it stays. Every worker fetches whole parts, so that P bytes come in f
     parameters.release(1)
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError
+from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.layered import gathered_dtype
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink
@@ -40,6 +42,7 @@ class RemoteParameters(StageShards):
     Attributes:
         links: to this rank's nodes.
         version: counts the values that nodes have been given or have computed.
+        aggregators: by unit, where the workers of this one's cluster speak with its node by one of them.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class RemoteParameters(StageShards):
         self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
         self.links: Sequence[NodeLink] = ()
         self.version = 0
+        self.aggregators: Mapping[int, Aggregator] = {}
         self.num_replicas, self.replica = num_replicas, replica
         self._link_of: Mapping[int, NodeLink] = {}
         self._has_failed = False
@@ -131,10 +135,24 @@ class RemoteParameters(StageShards):
 
         def bring() -> None:
             for part, buffer in missing:
-                link, index = self.link_of(part)
-                link.ask({"ask": "fetch", "unit": index, "version": version, "whole": False}, into=[buffer])
+                index = self.link_of(part)[1]
+                ask = functools.partial(self._ask, part, buffer, version=version)
+                if index in self.aggregators:
+                    self.aggregators[index].bring(index, buffer, ask)
+                else:
+                    ask()
 
         return self.queue.start(bring, "bucket_gather")
+
+    def _ask(self, part: Part, buffer: Tensor, *, version: int, whole: bool = False) -> None:
+        link, index = self.link_of(part)
+        link.ask({"ask": "fetch", "unit": index, "version": version, "whole": whole}, into=[buffer])
+
+    def _whole(self, part: Part) -> dict[str, Tensor]:
+        """By this worker alone: others may want other parts."""
+        (buffer,) = allocate([(part.numel, part.dtype)], part.device)
+        self._ask(part, buffer, version=self.version)
+        return part.views(buffer)
 
     def _has(self, part: Part, buffer: Tensor) -> bool:
         """Whether a stage's own buffer has what it is about to be fetched for; from now on it has."""
@@ -180,13 +198,16 @@ class RemoteParameters(StageShards):
         try:
             for part in self.parts:
                 (buffer,) = allocate([(part.numel, part.dtype)], part.device)
-                link, index = self.link_of(part)
-                question = {"ask": "fetch", "unit": index, "version": self.version, "whole": self._has_failed}
-                link.ask(question, into=[buffer])
+                if self._has_failed:
+                    self._ask(part, buffer, version=self.version, whole=True)
+                else:
+                    self._start([part], [buffer]).wait()
                 for name, view in part.views(buffer).items():
                     dtensor.replace_local(self.parameters[name], view.clone())
             for link in self.links:
                 link.ask({"ask": "rest"})
+            for aggregator in set(self.aggregators.values()):
+                aggregator.close()
         except HolmesError:
             if not self._has_failed:
                 raise

@@ -302,3 +302,12 @@ def cluster_levels(ranks: Sequence[int], clusters: Sequence[str]) -> tuple[list[
     if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
         return [], []
     return list(inside.values()), [list(peers) for peers in zip(*inside.values(), strict=True)]
+
+
+def clusters_of_stages(placement: Placement, clusters: Sequence[str]) -> list[str | None]:
+    """For each pipeline rank the cluster in which all of its replicas are, if there is one. ``clusters``: of each global rank."""
+    found = []
+    for stage in range(placement.pipeline_parallel_size):
+        of_stage = {clusters[rank] for rank in placement.data_parallel_group(stage, 0)}
+        found.append(next(iter(of_stage)) if len(of_stage) == 1 else None)
+    return found

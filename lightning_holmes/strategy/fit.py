@@ -230,7 +230,7 @@ class Fit(Run):
             names=self._local_group_names(optimizer),
             options=self.options.gradient_options,
             nodes=job.optimizer_nodes(count),
-            clusters=job.clusters_of_stages,
+            clusters=[cluster.name for cluster, _ in job.topology.places()],
             optimizer_states=self.options.optimizer_states,
             state_bytes=found.state_bytes,
             master_weights=sharding.keeps_masters(self.options.sharding_options, self.module),

@@ -19,6 +19,7 @@ from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer, choose_collective
 from lightning_holmes.optim.node.description import describe_optimizer
+from lightning_holmes.optim.node_route import choose_route
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
@@ -26,6 +27,7 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.placement import clusters_of_stages
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
@@ -167,11 +169,7 @@ def make_layered_gradients(
         queue=stage_shards.queue,
         collective=sharing.collective,
     )
-    told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
-    reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)
-    if groups.builder.rank == 0:
-        for choice in reducer.choices:
-            print(choice.describe(), flush=True)
+    _tell_choices(reducer, choice, groups, all_gather)
     return Gradients(
         reducer=reducer,
         exchange=Layered(stage_shards, reducer, shards),
@@ -190,7 +188,7 @@ def make_remote_gradients(
     names: Sequence[Sequence[str]],
     options: GradientOptions,
     nodes: OptimizerNodes,
-    clusters: Sequence[str | None],
+    clusters: Sequence[str],
     optimizer_states: str,
     state_bytes: float,
     keep_parameters: bool | Literal["auto"],
@@ -203,7 +201,7 @@ def make_remote_gradients(
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
-        clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
+        clusters: of each global rank.
         state_bytes: of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
         keep_parameters: from the forward to the backward.
@@ -231,17 +229,29 @@ def make_remote_gradients(
     units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name
     marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
-    links, place_of = nodes.open(
+    links, place_of, node_clusters = nodes.open(
         units,
         describe_optimizer(optimizer, names, marks)
         | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
-        clusters=clusters,
+        clusters=clusters_of_stages(plan.placement, clusters),
         num_workers=size,
         worker=rank,
         states=optimizer_states,
     )
     remote.leave_to(links, place_of)
+    route = choose_route(
+        options.gradient_sync,
+        links,
+        place_of=place_of,
+        node_clusters=node_clusters,
+        clusters=clusters,
+        placement=plan.placement,
+        groups=groups,
+        queue=remote.queue,
+        stages=pipeline.stages,
+    )
+    remote.aggregators = route.aggregators
     reducer = RemoteReducer(
         remote,
         groups,
@@ -254,6 +264,7 @@ def make_remote_gradients(
         collective=None,
         is_eager=is_eager,
     )
+    _tell_choices(reducer, route.choice, groups, all_gather)
     states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size)
     return Gradients(
         reducer=reducer,
@@ -261,6 +272,17 @@ def make_remote_gradients(
         host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
         stage_shards=remote,
     )
+
+
+def _tell_choices(
+    reducer: LayeredReducer, choice: SyncChoice | None, groups: ProcessGroups, all_gather: Callable[[Any], list[Any]]
+) -> None:
+    """Bring what each pipeline rank has chosen to all, and print it. All ranks must call."""
+    told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
+    reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)
+    if groups.builder.rank == 0:
+        for made in reducer.choices:
+            print(made.describe(), flush=True)
 
 
 def _about(pipeline: PipelineModule, scaler: Any) -> dict[str, Any]:

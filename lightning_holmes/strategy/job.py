@@ -73,19 +73,11 @@ class Job:
                 is_rank_0=connection.rank == 0,
                 ask_rank_0=connection.ask_rank_0,
                 timeout=connection.options.timeout,
+                topology=self.topology,
+                rank=connection.rank,
                 hosts=connection.options.optimizer_hosts,
             )
         return self._nodes
-
-    @property
-    def clusters_of_stages(self) -> list[str | None]:
-        """For each pipeline rank the cluster in which all of its replicas are, if there is one."""
-        placement, places = self.placement, self.topology.places()
-        found = []
-        for stage in range(placement.pipeline_parallel_size):
-            clusters = {places[rank][0].name for rank in placement.data_parallel_group(stage, 0)}
-            found.append(next(iter(clusters)) if len(clusters) == 1 else None)
-        return found
 
     @property
     def place_of_rank_0(self) -> tuple[int, int, int]:

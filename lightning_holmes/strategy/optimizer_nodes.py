@@ -18,15 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from lightning_holmes.cluster.topology import OptimizerHost
+from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, Listener, versions
+from lightning_holmes.plan.node_routes import near_addresses
 
 _START_S = 120.0  # a node imports torch and this package
 _COME_S = 1800.0  # it may be started later than rank 0
+EVERYWHERE = ""
+"""Among a node's addresses, by the host of a worker: the one for all other hosts."""
 
 
 class OptimizerNodes:
@@ -36,6 +39,7 @@ class OptimizerNodes:
         master: the address of rank 0, where it waits for nodes of other hosts; None: of this host only.
         ask_rank_0: gives every rank what its argument returns on rank 0, or raises there.
         timeout: of waits for a node.
+        topology: of the workers, of which this is ``rank``.
         hosts: those of a topology file that are nodes.
 
     Raises:
@@ -51,6 +55,8 @@ class OptimizerNodes:
         is_rank_0: bool,
         ask_rank_0: Callable[[Callable[[], Any]], Any],
         timeout: timedelta | None,
+        topology: Topology,
+        rank: int = 0,
         hosts: Sequence[OptimizerHost] = (),
     ) -> None:
         given = os.environ.get(SECRET)
@@ -61,8 +67,9 @@ class OptimizerNodes:
             )
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self._ask_rank_0 = ask_rank_0
-        self._secret, self._addresses, self._clusters = "", list[Address](), list[str | None]()
-        self._hosts = hosts
+        self._secret, self._addresses, self._clusters = "", list[Mapping[str, Address]](), list[str | None]()
+        self._hosts, self._topology = hosts, topology
+        self._host = topology.host_of_rank(rank).name
         self._num_sessions = 0
         if is_rank_0:
             if given is None:
@@ -75,10 +82,20 @@ class OptimizerNodes:
             if given is None:
                 self._registry.start()
 
-    def _find(self) -> tuple[str, list[Address], list[str | None]]:
+    def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None]]:
+        """On rank 0: the secret, and of each node its addresses, by the worker's host, and its cluster."""
         told = self._registry.wait()
         clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
-        return self._registry.secret, [(host, port) for node in told for host, port in [node["address"]]], clusters
+        addresses: list[Mapping[str, Address]] = []
+        for number, (node, name) in enumerate(zip(told, clusters, strict=True)):
+            own = next((cluster for cluster in self._topology.clusters if cluster.name == name), None)
+            near = {} if own is None else near_addresses(own, node["ports"])
+            heard = self._registry.listen(number, sorted(set(near.values()))) if near else {}
+            for address in heard:
+                print(f"optimizer node {number} listens at {address}, too, for workers of cluster {name}", flush=True)
+            elsewhere: Address = node["address"]
+            addresses.append({EVERYWHERE: elsewhere} | {host: heard[address] for host, address in near.items()})
+        return self._registry.secret, addresses, clusters
 
     def open(
         self,
@@ -90,8 +107,9 @@ class OptimizerNodes:
         num_workers: int,
         worker: int,
         states: str,
-    ) -> tuple[list[NodeLink], dict[int, int]]:
-        """Links to the nodes of this rank's stages, and which of them holds each unit. All ranks must call.
+    ) -> tuple[list[NodeLink], dict[int, int], list[list[str | None]]]:
+        """Links to the nodes of this rank's stages, which of them holds each unit, and for each pipeline rank the clusters of its nodes,
+        as far as they are known. All ranks must call.
 
         Args:
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
@@ -118,7 +136,7 @@ class OptimizerNodes:
             }
             links.append(
                 NodeLink(
-                    self._addresses[number],
+                    self._addresses[number].get(self._host, self._addresses[number][EVERYWHERE]),
                     self._secret,
                     session=f"{self._num_sessions}/{pipeline_rank}",
                     worker=worker,
@@ -127,7 +145,7 @@ class OptimizerNodes:
                     timeout_s=self._timeout_s,
                 )
             )
-        return links, place_of
+        return links, place_of, [[self._clusters[number] for number in numbers] for numbers in by_rank]
 
 
 def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
@@ -240,6 +258,13 @@ class _Registry:
         if sorted(self._nodes) != list(range(self._count)):
             raise ConfigurationError(f"optimizer_nodes={self._count}, but {len(self._nodes)} have come; start so many")
         return [told for _, (_, told) in sorted(self._nodes.items())]
+
+    def listen(self, number: int, hosts: Sequence[str]) -> dict[str, Address]:
+        """Let a node listen at further addresses of its own; which ports it has there."""
+        channel, _ = self._nodes[number]
+        channel.send({"listen": list(hosts)})
+        found: dict[str, Address] = channel.receive()["addresses"]
+        return found
 
     def _check_versions(self) -> None:
         mine = versions()

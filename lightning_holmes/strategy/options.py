@@ -28,6 +28,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.node_routes import ROUTES
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
@@ -126,11 +127,13 @@ class Options:
                     f'snapshot_folder={self.snapshot_folder!r} without snapshots: add snapshot_every_n_steps="auto", or leave it out'
                 )
         make_monitor(self.monitor)
-        # what checks itself when it is made; a plan file is read here
-        _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
         hosts = len(self.optimizer_hosts)
         if hosts and self.optimizer_nodes == 0:
-            object.__setattr__(self, "optimizer_nodes", hosts)  # the file asks for them
+            object.__setattr__(
+                self, "optimizer_nodes", hosts
+            )  # the file asks for them, and what is kept below must know
+        # what checks itself when it is made; a plan file is read here
+        _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
         nodes = self.optimizer_nodes
         if hosts and nodes != hosts:
             raise ConfigurationError(
@@ -144,6 +147,10 @@ class Options:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
                 )
+        if self.gradient_sync in ROUTES and not nodes:
+            raise ConfigurationError(
+                f"gradient_sync={self.gradient_sync!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
+            )
         if nodes:
             self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
         if self.sharded_parameters is True:
@@ -169,6 +176,11 @@ class Options:
                 "nodes hold whole parameters, not a tensor group's parts",
             ),
             ("compression", self.compression, "workers send gradients as they are"),
+            (
+                "gradient_sync",
+                self.gradient_sync not in ("auto", *ROUTES),
+                f"nodes sum gradients, which come by {' or '.join(map(repr, ROUTES))}",
+            ),
         ):
             if value:
                 raise ConfigurationError(f"{asked} with {name}={getattr(self, name)!r}: {reason}; leave {name} out")
@@ -251,9 +263,10 @@ class Options:
         """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
         runtime_plan.py to settle."""
         needed = self.master_weights or self.sharded_parameters is True
+        settled = "star" if self.optimizer_nodes else "all_reduce"
         return dataclasses.replace(
             self,
-            gradient_sync="all_reduce" if self.gradient_sync == "auto" else self.gradient_sync,
+            gradient_sync=settled if self.gradient_sync == "auto" else self.gradient_sync,
             bucket_bytes=DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes,
             sharded_optimizer=needed if self.sharded_optimizer == "auto" else self.sharded_optimizer,
         )
@@ -270,7 +283,7 @@ class Options:
 
     @functools.cached_property
     def training_options(self) -> TrainingOptions:
-        """What decides what a step sends and holds, as predictions take it; they do not know optimizer nodes."""
+        """What decides what a step sends and holds, as predictions take it."""
         return _taken(TrainingOptions, self)
 
     @property

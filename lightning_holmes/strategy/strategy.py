@@ -120,7 +120,8 @@ class HolmesStrategy(ParallelStrategy):
             hosts which are left hold together (see docs/faults.md). None: no snapshots.
         snapshot_folder: where snapshots are kept in place of /dev/shm, the same path on every host.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
-            "auto" measures which is the fastest for each group (see docs/gradient-sync.md).
+            "auto" measures which is the fastest for each group (see docs/gradient-sync.md). With optimizer nodes: "star", each worker
+            sends its own, or "aggregator", one for each cluster sends their sum, where the node is in another one.
         bucket_bytes: of gradients that are summed together while the backward goes on; "auto" measures the link.
         grad_dtype: in which gradients gather: "fp32", "bf16", or None for the parameters' own type. Double precision
             stays.

@@ -127,6 +127,17 @@ def test_workers_are_summed_in_the_order_of_their_ranks() -> None:
         assert not unit.parameters["b"].any(), "which no worker has reached"
 
 
+def test_a_worker_that_another_one_speaks_for_counts_and_adds_nothing() -> None:
+    unit = unit_of(3)
+    arrived = [
+        unit.arrive(worker, 1, touched, gradient, is_last=True)
+        for worker, touched, gradient in ((1, (), None), (2, ["a"], torch.full((5,), 2.0)), (0, [], torch.ones(5)))
+    ]
+    assert arrived == [False, False, True]
+    unit.update(1, [], [{"lr": 1.0}])
+    assert unit.parameters["a"].tolist() == [-3.0, -3.0] and not unit.parameters["b"].any()
+
+
 def test_gradients_that_were_not_committed_are_dropped() -> None:
     unit = unit_of(1)
     unit.arrive(0, 1, ["a", "b"], torch.ones(5))

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.plan.node_routes import ROUTES
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two batches a step": {"accumulate_grad_batches": 2},
     "two batches a clipped step": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2},
 }
+TWO_CLUSTERS = Topology(clusters=tuple(Cluster(name=n, hosts=(Host(name=n, devices=2),)) for n in "ab"))
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 """Pipeline ranks and workers of each."""
 
@@ -36,7 +39,7 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
-    each worker."""
+    each worker. ``route``: gradient_sync; four workers are in two clusters, and the nodes in the first."""
 
     layout: tuple[int, int]
     num_nodes: int
@@ -45,6 +48,7 @@ class Case:
     optimizer: str
     option: str
     microbatches: int
+    route: str
 
     @property
     def world_size(self) -> int:
@@ -58,6 +62,7 @@ class Case:
             "kept" if self.keeps else "let go",
             self.optimizer,
             self.option,
+            self.route,
         )
         return "-".join(words) + f"-{self.microbatches}"
 
@@ -71,12 +76,15 @@ CASES = [
         optimizer=optimizer,
         option=option,
         microbatches=parts,
+        route=route,
     )
-    for layout, nodes, states, keeps, optimizer, option, parts in selected(
+    for layout, nodes, states, keeps, optimizer, option, parts, route in selected(
         [
             row
-            for row in product(LAYOUTS, (1, 2), ("memory", "disk"), (False, True), OPTIMIZERS, OPTIONS, (1, 2, 3))
-            if row[6] * row[0][1] <= 8
+            for row in product(
+                LAYOUTS, (1, 2), ("memory", "disk"), (False, True), OPTIMIZERS, OPTIONS, (1, 2, 3), ROUTES
+            )
+            if row[6] * row[0][1] <= 8 and (row[7] == "star" or row[0][1] > 1)
         ],
         cost=lambda row: 1 + row[0][0] * row[0][1],
     )
@@ -168,7 +176,10 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             case.layout[0],
             optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
             keep_parameters=case.keeps,
+            gradient_sync=case.route,
+            **({"topology": TWO_CLUSTERS} if case.layout == (1, 4) else {}),
         )
+        os.environ["HOLMES_CLUSTER"] = "a" if case.layout == (1, 4) else ""  # of the nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
@@ -237,15 +248,23 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
 
 
 def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
-    """By optimizer: weights where nodes need not wait for the step, and where a hook makes them."""
-    found = {}
-    for optimizer in ("adamw", "muon"):
+    """By optimizer: weights where nodes need not wait for the step, and where a hook makes them; and where one of the two workers
+    sends the sum of both, which has only one order."""
+    found: dict[str, Any] = {}
+    waits = {"on_before_optimizer_step": lambda trainer, module, optimizer: None}
+
+    def note(trainer: Trainer, module: pl.LightningModule, *_: Any) -> None:
+        found["choices"] = trainer.strategy.gradient_sync_choices  # type: ignore[attr-defined]
+
+    for optimizer, route_of_one in (("adamw", "aggregator"), ("muon", "auto")):
         weights = []
-        for hooks in ({}, {"on_before_optimizer_step": lambda trainer, module, optimizer: None}):
-            module = build(optimizer)
-            trainer = make_trainer(folder, strategy=with_nodes(2), callbacks=[pl.callbacks.LambdaCallback(**hooks)])
+        for hooks, route in (({}, "star"), (waits, "star"), ({"on_train_batch_end": note}, route_of_one)):
+            module, strategy = build(optimizer), with_nodes(2, gradient_sync=route)
+            os.environ["HOLMES_CLUSTER"] = "elsewhere" if route == "auto" else ""
+            trainer = make_trainer(folder, strategy=strategy, callbacks=[pl.callbacks.LambdaCallback(**hooks)])
             trainer.fit(module, datamodule=Data())
             weights.append(state_of(module))
+            os.environ["HOLMES_CLUSTER"] = ""
         found[f"eager and deferred {optimizer}"] = weights
     return found
 
@@ -370,6 +389,8 @@ def lose(payload: tuple[str, str]) -> None:
     """A fit in which something is lost."""
     what, folder = payload[0], Path(payload[1])
     states = str(folder / "states") if what == "disk" else "memory"
-    trainer = make_trainer(folder, strategy=with_nodes(1, optimizer_states=states, save_distributed_checkpoint=False))
+    what, _, route = what.partition(" by ")
+    strategy = with_nodes(1, optimizer_states=states, save_distributed_checkpoint=False, gradient_sync=route or "star")
+    trainer = make_trainer(folder, strategy=strategy)
     trainer.callbacks.append(Loses(what, folder))  # type: ignore[attr-defined]
     trainer.fit(build(), datamodule=Data())

@@ -76,9 +76,18 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_updates_before_the_step_are_those_at_the_step_bit_for_bit(optimizer: str, found: Records) -> None:
-    for eager, deferred in found[f"eager and deferred {optimizer}"]:
+def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit_for_bit(
+    optimizer: str, found: Records
+) -> None:
+    for eager, deferred, aggregated in found[f"eager and deferred {optimizer}"]:
         assert all(torch.equal(eager[name], deferred[name]) for name in deferred)
+        assert all(torch.equal(eager[name], aggregated[name]) for name in eager)
+
+
+def test_the_way_to_a_node_of_another_cluster_is_measured(found: Records) -> None:
+    for (choice,) in found["choices"]:
+        assert set(choice.seconds) == {"star", "aggregator"} and choice.collective in choice.seconds
+        assert choice.reason.startswith("the fastest") and choice.ranks == (0, 1)
 
 
 def test_a_step_whose_gradients_overflow_is_left_out(folder: Path, found: Records) -> None:
@@ -128,6 +137,7 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
     ("what", "reason"),
     [
         ("node", "ConnectionLostError: connection lost to optimizer node 0"),
+        ("node by aggregator", "ConnectionLostError: connection lost to optimizer node 0"),
         ("worker", "worker 1 is gone"),
         (
             "disk",

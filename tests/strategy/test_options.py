@@ -92,14 +92,26 @@ def test_a_timeout_may_be_none_and_a_path_an_object(tmp_path: Path) -> None:
 def test_a_topology_file_asks_for_optimizer_nodes(tmp_path: Path) -> None:
     path = tmp_path / "topology.yaml"
     path.write_text("clusters: [{name: a, hosts: [{name: gpu, devices: 2}, {name: cpu, count: 2, role: optimizer}]}]")
-    assert HolmesStrategy(topology=str(path))._options.optimizer_nodes == 2
+    options = HolmesStrategy(topology=str(path))._options
+    assert options.optimizer_nodes == options.sharding_options.optimizer_nodes == 2
+    assert options.plan_options.schedule == "breadth_first"
     with pytest.raises(
         ConfigurationError, match="optimizer_nodes=3, but the topology has 2 hosts with role: optimizer"
     ):
         HolmesStrategy(topology=str(path), optimizer_nodes=3)
 
 
-@pytest.mark.parametrize("option", [{"optimizer_states": "/disk"}, {"keep_parameters": True}])
+@pytest.mark.parametrize(
+    "option", [{"optimizer_states": "/disk"}, {"keep_parameters": True}, {"gradient_sync": "star"}]
+)
 def test_what_is_for_optimizer_nodes_needs_one(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="is for optimizer nodes, of which there are none"):
         HolmesStrategy(**option)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "hierarchical"])
+def test_what_sums_over_replicas_is_no_way_to_optimizer_nodes(collective: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"gradient_sync='{collective}': nodes sum gradients, which come by 'star' or"
+    ):
+        HolmesStrategy(optimizer_nodes=1, gradient_sync=collective)

@@ -2,8 +2,8 @@
 
     python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
 
-It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and no other), and ends
-when rank 0 says so, or is gone.
+It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and where rank 0 says so on a
+fast card that workers of its own cluster share, and no other), and ends when rank 0 says so, or is gone.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_holmes.cluster.hardware import probe_host
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -94,7 +95,12 @@ class NodeServer:
         self._number, self._may_import, self._options = number, may_import, options
         self._services: dict[str, Service] = {}
         self._lock = threading.Condition()
+        self._secret = secret
         self.listener = Listener(host, secret, "a worker", self._serve)
+
+    def listen(self, host: str) -> Address:
+        """At another address of this host, too."""
+        return Listener(host, self._secret, "a worker", self._serve).address
 
     def _serve(self, channel: Channel, hello: dict[str, Any]) -> None:
         try:
@@ -164,14 +170,22 @@ def join(address: Address, number: int, *, may_import: bool, options: NodeOption
         "address": server.listener.address,
         "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
         "cluster": os.environ.get("HOLMES_CLUSTER"),
+        "ports": _fast_ports(),
     }
     control.send(where | {"versions": versions()})
     try:
-        code = int(control.receive()["end"])
+        while "listen" in (said := control.receive()):
+            control.send({"addresses": {host: server.listen(host) for host in said["listen"]}})
+        code = int(said["end"])
     except ConnectionLostError:
         code = 1
     server.drain()
     return code
+
+
+def _fast_ports() -> list[tuple[str, str]]:
+    """Kind, and address with prefix length, of each RDMA port of this host that sockets can use."""
+    return [(port.kind, address) for port in probe_host().rdma if port.up for address in port.addresses]
 
 
 def main(arguments: list[str]) -> int:

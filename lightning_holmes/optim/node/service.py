@@ -1,13 +1,14 @@
 """Service: what an optimizer node does for the workers that hold the same stages: takes gradients, updates, and gives parameters.
 
-Each worker has two connections. On "push" it sends gradients, the end of a window of batches, and a commit for each optimizer step;
-nothing comes back. On "pull" it asks and is answered:
+Each worker has two connections. On "push" it sends gradients (or, where another worker speaks for it, that it has added its own to that
+one's), the end of a window of batches, and a commit for each optimizer step; nothing comes back. On "pull" it asks and is answered:
 
     fetch {unit, version, whole}  the parameters, when they are of that version; "whole": only where no step is half done
     keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
     norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
     states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
     rest                          the run has ended well: from here on a connection may close
+    try {num_bytes}               so many bytes, by which a link is measured
 
 When units are updated is for updates.py, and where they lie for store.py. A worker that is lost ends the service for all.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_holmes.errors import ConnectionLostError, HolmesError
@@ -76,6 +78,7 @@ class Service:
             "keys": self._keys,
             "load": self._load,
             "rest": self._rest,
+            "try": self._try,
         }
 
     def describe(self) -> str:
@@ -167,8 +170,8 @@ class Service:
             return None
 
     def _arrive(self, worker: int, unit: Unit, message: dict[str, Any]) -> None:
-        window, gradient, is_last = message["window"], message["values"], message["is_last"]
-        if unit.arrive(worker, window, message["touched"], gradient, is_last=is_last):
+        window, is_last = message["window"], message["is_last"]
+        if unit.arrive(worker, window, message.get("touched", ()), message.get("values"), is_last=is_last):
             self._updates.complete(unit, window)
         if self._store is not None:
             self._store.arrived(worker, unit)
@@ -266,3 +269,6 @@ class Service:
         if self._store is not None and len(self._resting) == self.num_workers:
             self._store.rest_from_now_on()
         return {}
+
+    def _try(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
+        return {"values": torch.zeros(message["num_bytes"], dtype=torch.uint8)}

@@ -114,13 +114,13 @@ class StoredUnit(Unit):
 
     # gradients
 
-    def add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
-        if self._is_spilled and window == self._window:
+    def add(self, window: int, touched: Collection[str], gradient: Tensor | None, is_last: bool) -> None:
+        if gradient is not None and self._is_spilled and window == self._window:
             self.wait_for_writes()
             add_from(self._store.file, self._gradient_at, gradient, self._store.pieces)
             self._is_spilled = False
         super().add(window, touched, gradient, is_last)
-        if self._sum is not gradient:
+        if gradient is not None and self._sum is not gradient:
             self._store.gradients.give(gradient)
 
     def forget(self) -> None:

@@ -44,7 +44,9 @@ class Unit:
         self.optimizer = build_optimizer(kind, told, self.parameters)
         self._stepped = {n for names in told["names"] for n in names if n in self.parameters}
         self._lock = threading.RLock()
-        self._inbox: list[deque[tuple[int, Collection[str], Tensor, bool]]] = [deque() for _ in range(num_workers)]
+        self._inbox: list[deque[tuple[int, Collection[str], Tensor | None, bool]]] = [
+            deque() for _ in range(num_workers)
+        ]
         self._turn = 0
         self._window = 0
         self._num_last = 0
@@ -99,13 +101,14 @@ class Unit:
         return False
 
     def arrive(
-        self, worker: int, window: int, touched: Collection[str], gradient: Tensor, *, is_last: bool = False
+        self, worker: int, window: int, touched: Collection[str], gradient: Tensor | None, *, is_last: bool = False
     ) -> bool:
         """A batch's gradient of one worker, (numel,), which is this unit's from now on; added when those before it have been.
 
         Args:
             window: counts optimizer steps; gradients of an earlier one are dropped.
             touched: the parameters that a microbatch has reached.
+            gradient: None: it is in that of another worker, which speaks for this one.
             is_last: no other of this worker and window comes.
 
         Returns:
@@ -120,8 +123,8 @@ class Unit:
                 is_complete = self._num_last == len(self._inbox)
             return is_complete
 
-    def add(self, window: int, touched: Collection[str], gradient: Tensor, is_last: bool) -> None:
-        """Add a worker's gradients of a window; the lock is held."""
+    def add(self, window: int, touched: Collection[str], gradient: Tensor | None, is_last: bool) -> None:
+        """Add a worker's gradients of a window, if it has sent some; the lock is held."""
         if window != self._window:
             self.forget()
             self._window = window
@@ -130,6 +133,8 @@ class Unit:
         self._num_last += is_last
         self._reached.update(touched)
         self._norms.clear()
+        if gradient is None:
+            return
         if self._sum is None:
             self._sum = gradient
         else:
