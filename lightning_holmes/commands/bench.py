@@ -4,6 +4,8 @@
     lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
     lightning-holmes bench --case layered            # layered accumulation against FSDP2's three ways
     lightning-holmes bench --case optimizer-node     # parameters and states on a host beside the workers
+    lightning-holmes bench --case optimizer-node-count      # on 1, 2 and 4 hosts whose links are the limit
+    lightning-holmes bench --case optimizer-node-clusters   # across clusters
     lightning-holmes bench --contenders floor holmes --timeline      # and where a step's seconds go
 
 Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
@@ -34,6 +36,7 @@ from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.commands.bench_predict import run_partitions, run_predictions
+from lightning_holmes.commands.benchmark.bare_sockets import FAR_END
 from lightning_holmes.commands.benchmark.bench_report import (
     Report,
     Result,
@@ -97,9 +100,10 @@ def main(args: list[str]) -> None:
         warmup_steps=options.warmup,
         steps=options.steps,
     )
-    if len(options.cpu_share) not in (1, len(topology.clusters)):
+    cpu_shares = options.cpu_share or [case.cpu_share]
+    if len(cpu_shares) not in (1, len(topology.clusters)):
         raise ConfigurationError(
-            f"--cpu-share {' '.join(f'{share:g}' for share in options.cpu_share)}: give one for all hosts, or one for each of the "
+            f"--cpu-share {' '.join(f'{share:g}' for share in cpu_shares)}: give one for all hosts, or one for each of the "
             f"{len(topology.clusters)} clusters"
         )
     job = BenchmarkJob(topology=topology, processes_per_host=options.processes, workload=workload)
@@ -111,8 +115,10 @@ def main(args: list[str]) -> None:
     report = run_benchmark(
         job,
         [CONTENDERS[name] for name in CONTENDERS if name in names],
-        cpu_shares=options.cpu_share * (len(topology.clusters) // len(options.cpu_share)),
+        cpu_shares=cpu_shares * (len(topology.clusters) // len(cpu_shares)),
         node_rate=parse_rate(options.node_rate or case.node_rate, source="--node-rate"),
+        node_clusters=case.node_clusters,
+        node_cpu_share=options.node_cpu_share or case.node_cpu_share,
         rounds=options.rounds,
         timeout_s=options.timeout,
         command=command,
@@ -144,9 +150,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--cpu-share",
         type=float,
         nargs="+",
-        default=[0.45],
         metavar="CORES",
-        help="of each host; or one of each cluster's hosts",
+        help="of each host; or one of each cluster's hosts; by default the case's",
+    )
+    network.add_argument(
+        "--node-cpu-share", type=float, metavar="CORES", help="of each optimizer node; by default the case's"
     )
     network.add_argument("--fast", help="rate inside clusters; by default the case's")
     network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
@@ -208,6 +216,8 @@ def run_benchmark(
     *,
     cpu_shares: Sequence[float],
     node_rate: float,
+    node_clusters: Sequence[int] = (),
+    node_cpu_share: float | None = None,
     rounds: int,
     timeout_s: float,
     command: str,
@@ -217,8 +227,10 @@ def run_benchmark(
     """Run the contenders in turn on one testbed.
 
     Args:
-        cpu_shares: cores of a host, for each cluster; optimizer nodes have as many as the last.
-        node_rate: bytes a second of an optimizer node's card.
+        cpu_shares: cores of a host, for each cluster.
+        node_rate: bytes a second of an optimizer node's Ethernet card.
+        node_clusters: see BenchmarkCase.
+        node_cpu_share: cores of an optimizer node; None: as many as a host of the last cluster.
         timelines: a folder for those of Holmes's last runs.
     """
     order = [contender for _ in range(rounds) for contender in contenders]
@@ -229,8 +241,9 @@ def run_benchmark(
         for cluster, share in zip(job.topology.clusters, cpu_shares, strict=True)
         for host in cluster.hosts
     }
-    hosts = with_node_hosts(job.topology, max(contender.optimizer_nodes for contender in contenders), node_rate)
-    of_hosts = {host.name: of_hosts.get(host.name, cpu_shares[-1]) for host in hosts.hosts}
+    num_nodes = max(contender.optimizer_nodes or int(any(contender.carried)) for contender in contenders)
+    hosts = with_node_hosts(job.topology, num_nodes, node_rate, in_clusters=node_clusters)
+    of_hosts = {host.name: of_hosts.get(host.name, node_cpu_share or cpu_shares[-1]) for host in hosts.hosts}
     with Testbed(hosts, TestbedOptions(host_cpu_shares=of_hosts, precedence=True)) as bed:
         for number, contender in enumerate(order, start=1):
             print(f"[{number}/{len(order)}] {contender.title}", end=" ... ", flush=True)
@@ -280,17 +293,22 @@ def run_contender(
         order = contender.node_order(job)
         echo = (lambda host, line: print(f"[{host}] {line}", flush=True)) if verbose else None
         secret = {SECRET: secrets.token_hex(16)} if contender.optimizer_nodes else {}
-        with _optimizer_nodes(bed, contender, job, env=secret, timeout_s=timeout_s, echo=echo):
+        own = {cluster.name for cluster in job.topology.clusters} if contender.optimizer_nodes else set()
+        clusters = {host.name: host.cluster for host in bed.layout.hosts if host.cluster in own}
+
+        def of_host(host: str) -> dict[str, str]:
+            ethernet = {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
+            return ethernet | ({"HOLMES_CLUSTER": clusters[host]} if host in clusters else {})
+
+        with _beside(bed, contender, job, env=secret, host_env=of_host, timeout_s=timeout_s, echo=echo) as found:
             results = bed.torchrun(
                 ["-m", _WORKER, contender.name, str(folder)],
                 nproc_per_node=job.processes_per_host,
                 shuffle_nodes=order is None,
                 node_order=order,
                 hosts=[host.name for host in job.topology.hosts],
-                env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | secret,
-                host_env=lambda host: (
-                    {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
-                ),
+                env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | secret | found,
+                host_env=of_host,
                 folder=folder,
                 timeout_s=timeout_s,
                 echo=echo,
@@ -317,39 +335,59 @@ def run_contender(
 
 
 @contextlib.contextmanager
-def _optimizer_nodes(
+def _beside(
     bed: Testbed,
     contender: Contender,
     job: BenchmarkJob,
     *,
     env: dict[str, str],
+    host_env: Callable[[str], dict[str, str]],
     timeout_s: float,
     echo: Callable[[str, str], None] | None,
-) -> Generator[None, None, None]:
-    """Inside, the contender's optimizer nodes run on hosts of their own; they end with the job."""
+) -> Generator[dict[str, str], None, None]:
+    """Inside, the contender's optimizer nodes, or the other ends of its bare sockets, run on hosts of their own; they end with the job.
+    Gives what its processes are told by the environment."""
     master = bed.layout.host(job.topology.hosts[0].name).ethernet.address
     python = os.environ.get("PYTHON_EXEC", sys.executable)
+    commands = [
+        ["-m", "lightning_holmes.optim.node", f"{master}:{DEFAULT_PORT}", str(number)]
+        for number in range(contender.optimizer_nodes)
+    ]
+    told = {}
+    if any(contender.carried):
+        far = f"{bed.layout.host(f'{_NODE}0').ethernet.address}:{DEFAULT_PORT}"
+        commands.append(["-m", "lightning_holmes.commands.benchmark.bare_sockets", far, str(job.world_size)])
+        told = {FAR_END: far}
 
-    def serve(number: int) -> None:
-        command = [python, "-m", "lightning_holmes.optim.node", f"{master}:{DEFAULT_PORT}", str(number)]
-        bed.run(command, hosts=[f"{_NODE}{number}"], env=env, timeout_s=timeout_s, echo=echo)
+    def serve(number: int, command: list[str]) -> None:
+        host = f"{_NODE}{number}"
+        bed.run([python, *command], hosts=[host], env=env, host_env=host_env, timeout_s=timeout_s, echo=echo)
 
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(contender.optimizer_nodes)]
+    threads = [threading.Thread(target=serve, args=entry) for entry in enumerate(commands)]
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield told
     finally:
         for thread in threads:
             thread.join()
 
 
-def with_node_hosts(topology: Topology, count: int, bandwidth_bytes_per_s: float) -> Topology:
-    """The same with ``count`` hosts beside the clusters, for optimizer nodes."""
-    nic = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    hosts = tuple(Host(name=f"{_NODE}{number}", devices=1, nics=(nic,)) for number in range(count))
+def with_node_hosts(
+    topology: Topology, count: int, bandwidth_bytes_per_s: float, in_clusters: Sequence[int] = ()
+) -> Topology:
+    """The same with ``count`` hosts for optimizer nodes: beside the clusters, with Ethernet of so many bytes a second; or one in each of
+    these clusters, by number, with the fast cards of its other hosts, too."""
+    ethernet = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    clusters = list(topology.clusters)
+    for number, place in enumerate(in_clusters[:count]):
+        cards = tuple(nic for nic in clusters[place].hosts[0].nics if nic.kind != "ethernet")
+        host = Host(name=f"{_NODE}{number}", devices=1, nics=(*cards, ethernet))
+        clusters[place] = dataclasses.replace(clusters[place], hosts=(*clusters[place].hosts, host))
+    outside = range(len(in_clusters), count)
+    hosts = tuple(Host(name=f"{_NODE}{number}", devices=1, nics=(ethernet,)) for number in outside)
     nodes = (Cluster(name="optimizer-nodes", hosts=hosts),) if hosts else ()
-    return dataclasses.replace(topology, clusters=(*topology.clusters, *nodes))
+    return dataclasses.replace(topology, clusters=(*clusters, *nodes))
 
 
 def _keep_timeline(folder: Path, output: Path, contender: Contender) -> dict[str, float]:

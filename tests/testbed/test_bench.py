@@ -125,8 +125,8 @@ def test_impossible_options_are_refused(arguments: str, words: str) -> None:
         bench.main(arguments.split())
 
 
-def test_only_the_floor_is_alone_and_holmes_is_told_nothing() -> None:
-    assert [name for name, contender in CONTENDERS.items() if contender.alone] == ["floor"]
+def test_only_the_floors_are_alone_and_holmes_is_told_nothing() -> None:
+    assert [n for n, contender in CONTENDERS.items() if contender.alone] == ["floor", "sockets", "sockets-kept"]
     for name, contender in CONTENDERS.items():
         is_ours = isinstance(contender.make_strategy(job_of(2, 2)), HolmesStrategy) and name != "blind"
         assert contender.gloo_on_ethernet != is_ours, name
@@ -241,26 +241,93 @@ def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.usefixtures("testbed_works", "quick_start")
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("contender", "passes"), [("optimizer-node", 2), ("optimizer-node-kept", 1)])
-def test_with_an_optimizer_node_parameters_come_once_or_twice_and_gradients_go_once(
-    contender: str, passes: int
-) -> None:
+def test_workers_that_keep_parameters_fetch_them_once_and_gradients_go_once() -> None:
     """Two workers and a node on a host of its own, by the kernel's counters of that host and of the whole run: a step's boundary
-    lies somewhere in its traffic. In at most 1.05 of P for each worker's step, and P before the first; out at most 1.05 of 2 P for
-    each (P where they keep parameters), and P behind the last."""
+    lies somewhere in its traffic. In at most 1.05 of P for each worker's step, and P before the first; out at most 1.05 of P for
+    each, and P behind the last."""
     workload = Workload(
         hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=4, warmup_steps=1, steps=2
     )
     job, workers = dataclasses.replace(job_of(2), workload=workload), 2
     with Testbed(bench.with_node_hosts(job.topology, 1, 500e6), TestbedOptions(cpu_share=0.4)) as bed:
-        result = bench.run_contender(bed, CONTENDERS[contender], job, timeout_s=200, verbose=False)
+        result = bench.run_contender(bed, CONTENDERS["optimizer-node-kept"], job, timeout_s=200, verbose=False)
         assert result.problem is None, result.problem
         (count,) = bed.counters()["memory0"].values()
     parameters, steps = 4 * workload.num_parameters, workload.warmup_steps + workload.steps
     came, went = count.received / parameters, count.sent / parameters
-    wanted_in, wanted_out = workers * steps + 1, workers * (passes * steps + 1)
+    wanted_in, wanted_out = workers * steps + 1, workers * (steps + 1)
     print(f"in {came:.2f} of {wanted_in} P, out {went:.2f} of {wanted_out} P")
     acknowledgements = 0.05  # of the other direction's bytes, if each packet is acknowledged
     assert wanted_in < came < 1.05 * wanted_in + acknowledgements * went
     # the last layers of a forward are there for its backward
     assert 0.75 * wanted_out < went < 1.05 * wanted_out + acknowledgements * came
+
+
+def carried(bed: Testbed, contender: str, job: BenchmarkJob) -> dict[str, tuple[float, float]]:
+    """What the Ethernet and the fast cards of each cluster's workers, and of each node's host, receive and send in a whole run, in P."""
+    before, parameters = bed.counters(), 4 * job.workload.num_parameters
+    result = bench.run_contender(bed, CONTENDERS[contender], job, timeout_s=200, verbose=False)
+    assert result.problem is None, result.problem
+    found: dict[str, tuple[float, float]] = {}
+    for host, cards in bed.counters().items():
+        place = host if host.startswith("memory") else f"workers of {bed.layout.host(host).cluster}"
+        for name, count in cards.items():
+            key = f"{place}, {'Ethernet' if name == 'eth0' else 'fast'}"
+            came, went = found.get(key, (0.0, 0.0))
+            came += (count.received - before[host][name].received) / parameters
+            found[key] = came, went + (count.sent - before[host][name].sent) / parameters
+    print(contender, {key: f"{came:.2f} in, {went:.2f} out" for key, (came, went) in found.items()})
+    return found
+
+
+@pytest.mark.usefixtures("testbed_works", "quick_start")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(900)
+def test_a_cluster_apart_from_the_node_speaks_once() -> None:
+    """Two clusters of two workers, a node in the first, by the kernel's counters over the whole run. The second's Ethernet cards carry at
+    most 1.05 of 2 P in and P out for each step, both workers together, and P more behind the last. The first's carry none of it: these
+    workers send and fetch for themselves, over fast cards, 1.05 of 2 P in and P out each, and P more before the first step."""
+    workload = Workload(
+        hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=2, warmup_steps=1, steps=2
+    )
+    job, steps = dataclasses.replace(job_of(2, 2), workload=workload), workload.warmup_steps + workload.steps
+    hosts = bench.with_node_hosts(job.topology, 1, 12.5e6, in_clusters=(0,))
+    with Testbed(hosts, TestbedOptions(cpu_share=0.4)) as bed:
+        found = carried(bed, "optimizer-node-aggregator", job)
+    first, second = (cluster.name for cluster in job.topology.clusters)
+    acknowledgements = 0.05  # of the other direction's bytes, if each packet is acknowledged
+    came, went = found[f"workers of {second}, Ethernet"]
+    assert 0.75 * 2 * steps < came < 1.05 * (2 * steps + 1) + acknowledgements * went
+    assert steps < went < 1.05 * steps + acknowledgements * came
+    assert max(found[f"workers of {first}, Ethernet"]) < 0.05
+    came, went = found["memory0, fast"]
+    assert 2 * steps + 1 < came < 1.05 * (2 * steps + 1) + acknowledgements * went
+    assert 0.75 * 2 * 2 * steps < went < 1.05 * 2 * (2 * steps + 1) + acknowledgements * came
+
+
+@pytest.mark.usefixtures("testbed_works", "quick_start")
+@pytest.mark.xdist_group("testbed")
+@pytest.mark.timeout(900)
+def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> None:
+    """By the kernel's counters, what a run of three more steps carries more: at most 1.2 of the activations and 0.01 P a step on Ethernet,
+    where gradients and parameters would be P; these travel on fast cards."""
+    totals = []
+    job = job_of(1, 1)
+    hosts = bench.with_node_hosts(job.topology, 2, 12.5e6, in_clusters=(0, 1))
+    with Testbed(hosts, TestbedOptions(cpu_share=0.4)) as bed:
+        for steps in (1, 4):
+            workload = Workload(
+                hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, warmup_steps=1, steps=steps
+            )
+            totals.append(carried(bed, "optimizer-nodes-staged", dataclasses.replace(job, workload=workload)))
+    more = {
+        key: [longer - shorter for longer, shorter in zip(totals[1][key], totals[0][key], strict=True)]
+        for key in totals[0]
+    }
+    print({key: f"{came:.3f} in, {went:.3f} out" for key, (came, went) in more.items()})
+    activations = 8 * 16 * 192 * 4 / (4 * workload.num_parameters)  # each way: gradients come back
+    for cluster in job.topology.clusters:
+        crossed = more[f"workers of {cluster.name}, Ethernet"]
+        assert 3 * activations < min(crossed) and max(crossed) < 3 * (1.2 * activations + 0.01)
+    for node in ("memory0", "memory1"):
+        assert max(more[f"{node}, Ethernet"]) < 0.01 and min(more[f"{node}, fast"]) > 3 * 0.3

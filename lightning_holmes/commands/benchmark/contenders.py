@@ -55,6 +55,8 @@ class Contender:
         gloo_on_ethernet: GLOO_SOCKET_IFNAME names the Ethernet card, as a careful user would set it.
         fast_everywhere: Ethernet is made as fast as the fast cards.
         optimizer_nodes: so many hosts beside the others hold parameters and optimizer states.
+        carried: with such a host, and no optimizer node on it: passes over the parameters that each process sends there, and receives
+            from there, in a step, over bare sockets.
         node_order: the hosts in the order of their node ranks; None: at random.
         why_not: why it cannot run on this network; None: it can.
     """
@@ -68,6 +70,7 @@ class Contender:
     gloo_on_ethernet: bool = True
     fast_everywhere: bool = False
     optimizer_nodes: int = 0
+    carried: tuple[int, int] = (0, 0)
     node_order: Callable[[BenchmarkJob], list[str] | None] = lambda job: None
     why_not: Callable[[BenchmarkJob], str | None] = lambda job: None
 
@@ -136,14 +139,34 @@ def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strate
     )
 
 
-def make_with_node(*, keeps: bool) -> Callable[[BenchmarkJob], Strategy]:
-    """Layered accumulation over all processes, parameters and states on an optimizer node."""
+def make_with_nodes(
+    count: int = 1, *, keeps: bool = False, gradient_sync: str = "auto"
+) -> Callable[[BenchmarkJob], Strategy]:
+    """Layered accumulation over all processes, parameters and states on optimizer nodes."""
     return lambda job: HolmesStrategy(
         pipeline_parallel_size=1,
-        optimizer_nodes=1,
+        optimizer_nodes=count,
         keep_parameters=keeps,
         num_microbatches=job.workload.microbatches,
+        gradient_sync=gradient_sync,
     )
+
+
+def make_staged_with_nodes(job: BenchmarkJob) -> Strategy:
+    """A stage and an optimizer node in each cluster."""
+    clusters = len(job.topology.clusters)
+    return HolmesStrategy(
+        pipeline_parallel_size=clusters,
+        num_chunks=1,
+        partition="uniform",
+        optimizer_nodes=clusters,
+        num_microbatches=max(clusters, job.workload.microbatches),
+    )
+
+
+def why_not_staged(job: BenchmarkJob) -> str | None:
+    """It needs a node for each of two clusters."""
+    return None if len(job.topology.clusters) == 2 else "needs two clusters"
 
 
 def in_order(job: BenchmarkJob) -> list[str]:
@@ -271,7 +294,7 @@ _ALL = (
     Contender(
         name="optimizer-node",
         title="Holmes, an optimizer node",
-        make_strategy=make_with_node(keeps=False),
+        make_strategy=make_with_nodes(),
         accumulates=False,
         gloo_on_ethernet=False,
         optimizer_nodes=1,
@@ -280,11 +303,56 @@ _ALL = (
     Contender(
         name="optimizer-node-kept",
         title="Holmes, an optimizer node, parameters kept to the backward",
-        make_strategy=make_with_node(keeps=True),
+        make_strategy=make_with_nodes(keeps=True),
         accumulates=False,
         gloo_on_ethernet=False,
         optimizer_nodes=1,
         node_order=in_order,
+    ),
+    *(
+        Contender(
+            name=f"optimizer-node-{route}",
+            title=f"Holmes, an optimizer node, {said}",
+            make_strategy=make_with_nodes(gradient_sync=route),
+            accumulates=False,
+            gloo_on_ethernet=False,
+            optimizer_nodes=1,
+            node_order=in_order,
+        )
+        for route, said in (("star", "each worker for itself"), ("aggregator", "a worker for each cluster"))
+    ),
+    *(
+        Contender(
+            name=f"optimizer-nodes-{count}",
+            title=f"Holmes, {count} optimizer nodes",
+            make_strategy=make_with_nodes(count),
+            accumulates=False,
+            gloo_on_ethernet=False,
+            optimizer_nodes=count,
+            node_order=in_order,
+        )
+        for count in (2, 4)
+    ),
+    Contender(
+        name="optimizer-nodes-staged",
+        title="Holmes, a stage and an optimizer node in each cluster",
+        make_strategy=make_staged_with_nodes,
+        accumulates=False,
+        gloo_on_ethernet=False,
+        optimizer_nodes=2,
+        node_order=in_order,
+        why_not=why_not_staged,
+    ),
+    *(
+        Contender(
+            name=name,
+            title=f"no communication, beside bare sockets that carry P out and {said} in",
+            make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
+            alone=True,
+            carried=carried,
+            node_order=in_order,
+        )
+        for name, said, carried in (("sockets", "2 P", (1, 2)), ("sockets-kept", "P", (1, 1)))
     ),
     Contender(
         name="zero1",
@@ -328,6 +396,9 @@ class BenchmarkCase:
         ethernet: the rate between clusters.
         fast: the rate inside them.
         node_rate: of an optimizer node.
+        node_clusters: the clusters, by number, that have one of the hosts for optimizer nodes each, with cards as their others; ():
+            these hosts are in none, and have Ethernet.
+        cpu_share, node_cpu_share: cores of each host, and of each optimizer node; None: as many.
     """
 
     contenders: tuple[str, ...]
@@ -335,7 +406,10 @@ class BenchmarkCase:
     ethernet: str = "100mbit"
     fast: str = "1gbit"
     node_rate: str = "1gbit"
+    node_clusters: tuple[int, ...] = ()
     microbatches: int = 1
+    cpu_share: float = 0.45
+    node_cpu_share: float | None = None
 
 
 CASES = {
@@ -360,11 +434,35 @@ CASES = {
         contenders=("floor", "layered-reduce-scatter", "layered-p2p"), hosts=(4,), ethernet="1gbit", microbatches=4
     ),
     "optimizer-node": BenchmarkCase(
-        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node", "optimizer-node-kept"),
+        contenders=(
+            *("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node", "optimizer-node-kept"),
+            *("sockets", "sockets-kept"),
+        ),
         hosts=(4,),
         ethernet="1gbit",
         node_rate="4gbit",
         microbatches=4,
+        cpu_share=0.36,
+    ),
+    # the nodes' links are the limit
+    "optimizer-node-count": BenchmarkCase(
+        contenders=("floor", "optimizer-node", "optimizer-nodes-2", "optimizer-nodes-4"),
+        hosts=(4,),
+        ethernet="1gbit",
+        node_rate="100mbit",
+        microbatches=4,
+        cpu_share=0.3,
+        node_cpu_share=0.15,
+    ),
+    "optimizer-node-clusters": BenchmarkCase(
+        contenders=(
+            *("floor", "ddp", "holmes", "optimizer-nodes-staged"),
+            *("optimizer-node-star", "optimizer-node-aggregator"),
+        ),
+        node_rate="100mbit",
+        node_clusters=(0, 1),
+        microbatches=4,
+        cpu_share=0.3,
     ),
     "breadth-first": BenchmarkCase(
         contenders=("floor", "breadth-first", "zero1"), hosts=(4,), ethernet="1gbit", microbatches=4

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.benchmark.bare_sockets import BareSockets
 from lightning_holmes.commands.benchmark.bench_report import show_seconds
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
@@ -109,6 +110,9 @@ def main(name: str, folder: Path) -> None:
     accumulated = workload.microbatches if contender.accumulates else 1
     clock = StepClock(workload.warmup_steps, accumulated)
     strategy, callbacks = contender.make_strategy(job), list[Callback]([clock])
+    if any(contender.carried):
+        num_bytes = [passes * 4 * workload.num_parameters for passes in contender.carried]
+        callbacks.insert(0, BareSockets(*num_bytes, batches=accumulated))  # before the clock looks
     if json.loads((folder / "job.json").read_text())["timeline"] and isinstance(strategy, HolmesStrategy):
         callbacks.append(TimelineMonitor(file=TIMELINE))
     trainer = Trainer(
