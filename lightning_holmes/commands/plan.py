@@ -92,7 +92,7 @@ def run_plan(
 ) -> SearchResult:
     """Profile, search, print and write. The arguments are make_cost_model's."""
     given = strategy_settings(strategy)
-    asked = _strategy(given)
+    asked = _strategy(request, given)
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
@@ -131,7 +131,7 @@ def make_cost_model(
         load_batch: gives a training batch of one replica; None if there is no data.
         trainer: the other trainer settings; num_nodes, devices and precision are read.
     """
-    asked = _strategy(given)
+    asked = _strategy(request, given)
     topology = _topology(request, given, trainer)
     precision = str(trainer.get("precision") or "32-true")
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16}.get(precision, torch.float32)
@@ -426,10 +426,15 @@ def _training(
     return replace(training, sequence_parallel=request.sequence_parallel)
 
 
-def _strategy(given: Mapping[str, Any]) -> HolmesStrategy:
-    """The strategy with those of the arguments that a prediction knows, which it checks; and its plan file, if it has one."""
-    names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {"plan"}
-    return HolmesStrategy(**{name: value for name, value in given.items() if name in names})
+def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
+    """The strategy with those of the arguments that a prediction knows, which it checks; its plan file, if it has one, and the topology,
+    which may have optimizer nodes."""
+    names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {
+        "plan",
+        "topology",
+    }
+    found = {name: value for name, value in given.items() if name in names}
+    return HolmesStrategy(**found | ({} if request.topology is None else {"topology": request.topology}))
 
 
 def _check_given_plan(path: str, cost_model: CostModel) -> None:

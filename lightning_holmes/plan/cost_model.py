@@ -36,6 +36,7 @@ from lightning_holmes.plan.collective_cost import all_reduce_s, shared
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
 from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import LOCAL, Channel, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
@@ -355,7 +356,12 @@ class CostModel:
             group = facts.groups[rank]
             places = [model.layers[index] for index in own]
             places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
-            if group.num_hosts > 1:
+            if self.training.optimizer_nodes:  # gradients leave; parameters come in
+                here = sent.setdefault("ethernet", Counter())
+                trained = math.fsum(place.trained_bytes for place in places)
+                for host in devices.ravel().tolist():
+                    here[host] += int(trained * self.training.gradient_ratio)
+            elif group.num_hosts > 1:
                 # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
                 out, back = self._carried(group, trained, self.is_dtensor(layout))
@@ -418,11 +424,17 @@ class CostModel:
 
     # parts
 
+    @property
+    def _node_bytes_per_s(self) -> float:
+        return node_bytes_per_s(self.network, self.training.optimizer_nodes)
+
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
 
     def _reduction(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
+        if self.training.optimizer_nodes:
+            return trained_bytes * self.training.gradient_ratio / self._node_bytes_per_s, 0.0
         if group.local_size * group.num_hosts == 1 or trained_bytes == 0:
             return 0.0, 0.0
         ratio, scatters = self._gradient_ratio(group)
@@ -434,7 +446,10 @@ class CostModel:
         return whole / 2 if scatters else whole, self._gather(group, trained_bytes)
 
     def _gather(self, group: _StageGroup, num_bytes: float) -> float:
-        """Seconds to gather so many bytes from their shares: half of an all-reduce."""
+        """Seconds to gather so many bytes from their shares: half of an all-reduce; or from optimizer nodes, once for both passes
+        where they are kept."""
+        if self.training.optimizer_nodes:
+            return num_bytes * (0.5 if self.training.keeps_parameters else 1.0) / self._node_bytes_per_s
         if group.local_size * group.num_hosts == 1:
             return 0.0
         return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2
@@ -442,6 +457,8 @@ class CostModel:
     def _carried(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction
         of n moves 2 (n-1)/n of its bytes each way, a reduce-scatter and an all-gather half of that."""
+        if self.training.optimizer_nodes:
+            return trained_bytes * self.training.gradient_ratio, trained_bytes
         if group.num_hosts == 1:
             return 0.0, 0.0
         moved = 4 * (group.num_hosts - 1) / group.num_hosts * trained_bytes
@@ -457,7 +474,9 @@ class CostModel:
         return (self.training.gradient_ratio, True) if compressed is None else (compressed, False)
 
     def _update_s(self, facts: _LayoutFacts, rank: int, trained_bytes: float) -> float:
-        """Seconds of the optimizer's step for all of a rank's parameters."""
+        """Seconds of the optimizer's step for all of a rank's parameters; none where optimizer nodes step."""
+        if self.training.optimizer_nodes:
+            return 0.0
         return trained_bytes * self.training.update_s_per_byte * min(facts.speeds) / facts.speeds[rank]
 
     def _would_shard(self, layout: Layout) -> bool:

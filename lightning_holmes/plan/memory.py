@@ -4,9 +4,9 @@
     memory.static_bytes(layer)              # parameters, gradients, optimizer states
     memory.place_bytes(layer, in_flight=4)  # and the activations of four microbatches
 
-Parameters, gradients and optimizer states of a rank's stages; held activations of the microbatches in flight; what one
+Parameters, gradients and optimizer states of a rank's stages, or, with optimizer nodes, none of them; held activations of the microbatches in flight; what one
 layer holds while it is recomputed. Tensor parallelism divides it, but for activations between its parts; sharding the states, or
-the parameters and gradients, too, beside which two stages are whole then. Not modelled:
+the parameters and gradients, too, beside which two stages are whole then, as with optimizer nodes. Not modelled:
 fragmentation, the workspace of libraries, copies of gradients in another type that a step makes.
 """
 
@@ -39,6 +39,8 @@ class RankMemory:
     def static_bytes(self, place: LayerCost) -> float:
         """What a layer, or what runs before or after the layers, holds all the time."""
         training = self.training
+        if training.optimizer_nodes:
+            return place.parameter_bytes / self.tensor if training.keeps_parameters else 0.0
         if training.sharded_parameters:
             held = place.parameter_bytes + place.trained_bytes * (training.gradient_ratio + training.state_ratio)
             return held / self.shards / self.tensor
@@ -49,7 +51,8 @@ class RankMemory:
         """What it takes beside its shards while it is computed: parameters and gradients; 0 where it is whole all the time."""
         if not self.training.sharded_parameters:
             return 0.0
-        return (place.parameter_bytes + place.trained_bytes * self.training.gradient_ratio) / self.tensor
+        parameters = 0.0 if self.training.keeps_parameters else place.parameter_bytes
+        return (parameters + place.trained_bytes * self.training.gradient_ratio) / self.tensor
 
     def held_bytes(self, place: LayerCost) -> float:
         """What it keeps of one microbatch from forward to backward; of the costs with recomputation where there is some."""

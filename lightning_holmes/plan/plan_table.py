@@ -47,6 +47,7 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     again = "\nrecomputation" if run.recomputation else ""
     sharded = "parameters" if entry.sharded_parameters else "optimizer" if entry.sharded_optimizer else ""
     again += f"\nsharded {sharded}" if sharded else ""
+    again += f"\n{entry.nodes.count} optimizer nodes" if entry.nodes is not None else ""
     across = "\ndata across" if layout.across == "data" else ""
     tokens = entry.tokens_per_s
     known = entry.model_flops > 0
@@ -122,6 +123,8 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     console.print(Text(f"Chosen: {result.best.run}: {result.best.reason}"))
     if result.sharding_note is not None:
         console.print(Text(result.sharding_note))
+    if result.best.nodes is not None:
+        console.print(Text(result.best.nodes.describe()))
     for number, entry in enumerate(result.runners_up, start=2):
         console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
     console.print(Text("\n".join([*cost_model.network.link_notes(), describe_left_out(result)])))

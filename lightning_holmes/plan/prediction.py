@@ -4,10 +4,11 @@ prediction = predict(cost_model, run, partition)
 prediction.step_s, prediction.samples_per_s, prediction.memory_bytes
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.node_costs import NodeLoad, node_load
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.run_shape import RunShape
 from lightning_holmes.plan.simulator import StepCosts, simulate
@@ -25,6 +26,7 @@ class Prediction:
         memory_bytes, memory_limits: by pipeline rank.
         sharded_optimizer: replicas share the optimizer's states.
         sharded_parameters: and parameters and gradients.
+        nodes: what optimizer nodes hold and move; None where there are none.
         reason: why it was chosen, or what it lacks against the one that was.
     """
 
@@ -41,6 +43,7 @@ class Prediction:
     memory_limits: tuple[float, ...]
     sharded_optimizer: bool = False
     sharded_parameters: bool = False
+    nodes: NodeLoad | None = None
     reason: str = ""
 
     @property
@@ -88,6 +91,7 @@ class Prediction:
             "recomputation": self.run.recomputation,
             "sharded_optimizer": self.sharded_optimizer,
             "sharded_parameters": self.sharded_parameters,
+            "optimizer_nodes": None if self.nodes is None else asdict(self.nodes),
             "partition": list(self.partition.layer_counts),
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
@@ -123,8 +127,9 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         peak_flops_per_s=cost_model.peak_flops_per_s(),
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
-        sharded_optimizer=cost_model.is_dtensor(run.layout),
-        sharded_parameters=cost_model.training.sharded_parameters,
+        sharded_optimizer=cost_model.is_dtensor(run.layout) and not training.optimizer_nodes,
+        sharded_parameters=training.sharded_parameters and not training.optimizer_nodes,
+        nodes=node_load(model, training, replicas=run.layout.data),
     )
 
 

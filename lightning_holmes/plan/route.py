@@ -203,6 +203,14 @@ class Network:
             )
         return tuple(notes)
 
+    def ethernet_bytes_per_s(self, host: int) -> float:
+        """One way, of a host's first Ethernet card.
+
+        Raises:
+            ConfigurationError: it is not known.
+        """
+        return self._rate(host, "ethernet")
+
     def _stated(self, host: int, kind: str) -> bool:
         measured = self.topology.clusters[self.cluster_of_host[host]].speed(kind)
         cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]

@@ -40,6 +40,8 @@ class TrainingOptions:
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
     sharded_parameters: bool | Literal["auto"] = False
+    optimizer_nodes: int = 0
+    keep_parameters: bool | Literal["auto"] = "auto"
     master_weights: bool = False
     grad_dtype: str | None = "fp32"
     compression: str | None = None
@@ -64,6 +66,9 @@ class Training:
             (sharding_choice.py).
         sharded_parameters: parameters and gradients are, too, and a stage is gathered for its forwards and again for its backwards
             (arXiv 2106.02679).
+        optimizer_nodes: so many hold parameters and states, and ranks nothing but two stages: a stage comes from them as it does where
+            parameters are sharded (LuWu, arXiv 2409.00918). Which of the two it is also says node_costs.py.
+        keeps_parameters: with optimizer nodes ranks have all of their parameters from forward to backward.
         overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
             optimizer's parameters beside the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
@@ -84,6 +89,8 @@ class Training:
     least_state_ratio: float = 0.0
     sharded_optimizer: bool | Literal["auto"] = False
     sharded_parameters: bool = False
+    optimizer_nodes: int = 0
+    keeps_parameters: bool = False
     overlap_reduce: bool = False
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
@@ -137,7 +144,7 @@ def make_training(
     wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
     gradient = weight if weight > _FP32 else wanted  # double precision stays
     master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
-    in_shards = options.sharded_parameters is True  # "auto" is the search's to decide
+    in_shards = options.sharded_parameters is True or options.optimizer_nodes > 0  # "auto" is the search's to decide
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
@@ -147,6 +154,8 @@ def make_training(
         least_state_ratio=_FP32 / weight if master else 0.0,
         sharded_optimizer=True if master or in_shards else options.sharded_optimizer,
         sharded_parameters=in_shards,
+        optimizer_nodes=options.optimizer_nodes,
+        keeps_parameters=options.keep_parameters is True,  # "auto" is for a run to decide, which knows what is free
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),

@@ -78,6 +78,24 @@ def test_what_the_config_fixes_stays_fixed(capsys):
     assert data["model"]["unit"] == "seconds" and data["batch_samples"] == 16
 
 
+def test_a_topology_with_an_optimizer_host_is_planned_with_it(capsys, tmp_path):
+    card = "nics: [{name: eth, kind: ethernet, bandwidth: 1 Gbit/s}]"
+    path = tmp_path / "topology.yaml"
+    path.write_text(
+        f"clusters: [{{name: c, hosts: [{{name: w, count: 2, devices: 2, {card}}}, {{name: cpu, role: optimizer}}]}}]"
+    )
+    code, out, err = run(capsys, *RECIPE, f"--topology={path}", "--device_type=A100-80GB", "--format=json")
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    best, parameters = data["best"], data["model"]["num_parameters"]
+    assert best["schedule"] == "breadth_first" and not best["sharded_parameters"]
+    assert best["optimizer_nodes"]["count"] == 1
+    assert best["optimizer_nodes"]["memory_bytes"] == pytest.approx(16 * parameters, rel=1e-3)
+    assert best["optimizer_nodes"]["received_bytes"] == pytest.approx(
+        best["data_parallel_size"] * 4 * parameters, rel=1e-3
+    )
+
+
 def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(capsys):
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--trainer.strategy.init_args.schedule=1f1b"]
     found = []
