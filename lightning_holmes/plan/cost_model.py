@@ -256,7 +256,9 @@ class CostModel:
         sharded, memory = self.is_dtensor(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
-        slower = [min(facts.speeds) / speed for speed in facts.speeds]  # 1 for the slowest rank, whose seconds are known
+        slower = [
+            min(facts.speeds) / speed for speed in facts.speeds
+        ]  # 1 for the slowest rank, whose seconds are known
         byte_s = tuple(training.byte_s * part for part in slower)
         static, update, transient = [0.0] * ranks, [training.own_s * part for part in slower], [0.0] * ranks
         fetch: list[float] = []
