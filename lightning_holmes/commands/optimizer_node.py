@@ -16,12 +16,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import build_trainers_for_one_cpu
+from lightning_holmes.optim.node.description import describe_module
 from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
 from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, join
+from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
 
 def main(args: list[str]) -> None:
@@ -46,6 +48,12 @@ def main(args: list[str]) -> None:
     )
     parser.add_argument("--wait", type=float, default=1800.0, help="seconds to wait for rank 0; default 1800")
     parser.add_argument(
+        "--wait-again",
+        type=float,
+        default=0.0,
+        help="likewise after a run that has failed; default 0, but --wait where torchrun has restarts left",
+    )
+    parser.add_argument(
         "--states",
         metavar="FOLDER",
         help="where parameters and optimizer states live; default: as the script's optimizer_states",
@@ -67,8 +75,21 @@ def main(args: list[str]) -> None:
 
     options = NodeOptions.given(given.states, given.memory)
 
-    def serve() -> NoReturn:
-        code = join((given.master_addr, given.port), -1, may_import=False, options=options, wait_s=given.wait)
+    def serve(trainer: Trainer, module: object) -> NoReturn:
+        expected = None
+        if isinstance(module, LightningModule):
+            callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
+            expected = describe_module(module, is_whole=not grows)
+        code = join(
+            (given.master_addr, given.port),
+            -1,
+            may_import=False,
+            options=options,
+            wait_s=given.wait,
+            again_s=given.wait_again,
+            expected=expected,
+        )
         sys.stdout.flush()
         os._exit(code)  # nothing of the script goes on; threads that serve workers are not waited for
 
@@ -81,9 +102,9 @@ def main(args: list[str]) -> None:
     raise ConfigurationError(f"{script[0]} has ended, and called no Trainer.fit, validate, test or predict")
 
 
-def _serving(own: Any, serve: Callable[[], NoReturn]) -> Any:
+def _serving(own: Any, serve: Callable[[Trainer, object], NoReturn]) -> Any:
     @functools.wraps(own)
-    def never_returns(*_: Any, **__: Any) -> NoReturn:
-        serve()
+    def never_returns(trainer: Trainer, model: object = None, *_: Any, **__: Any) -> NoReturn:
+        serve(trainer, model)
 
     return never_returns

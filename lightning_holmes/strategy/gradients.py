@@ -238,6 +238,7 @@ def make_remote_gradients(
         num_workers=size,
         worker=rank,
         states=optimizer_states,
+        module=type(pipeline.module).__qualname__,
     )
     remote.leave_to(links, place_of)
     route = choose_route(

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes import checkpoint
@@ -78,6 +80,13 @@ class Job:
                 hosts=connection.options.optimizer_hosts,
             )
         return self._nodes
+
+    def leave(self, exception: BaseException) -> None:
+        """``exception`` ends this process by an exit code that it names, or 0."""
+        if self._nodes is not None and isinstance(exception, SIGTERMException | KeyboardInterrupt):
+            code = 1 if isinstance(exception, KeyboardInterrupt) else int(exception.code or 0)
+            again = isinstance(exception, SIGTERMException) and dist.is_torchelastic_launched()
+            self._nodes.end_with(code, again=again)
 
     @property
     def place_of_rank_0(self) -> tuple[int, int, int]:

@@ -71,6 +71,7 @@ class OptimizerNodes:
         self._hosts, self._topology = hosts, topology
         self._host = topology.host_of_rank(rank).name
         self._num_sessions = 0
+        self._registry: _Registry | None = None
         if is_rank_0:
             if given is None:
                 self._registry = _Registry("127.0.0.1", secrets.token_hex(32), count, wait_s=_START_S)
@@ -82,8 +83,14 @@ class OptimizerNodes:
             if given is None:
                 self._registry.start()
 
+    def end_with(self, code: int, *, again: bool) -> None:
+        """The process is about to end: with this code, and whether it is known that it will be started again."""
+        if self._registry is not None:
+            self._registry.ending = code, again
+
     def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None]]:
         """On rank 0: the secret, and of each node its addresses, by the worker's host, and its cluster."""
+        assert self._registry is not None
         told = self._registry.wait()
         clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
         addresses: list[Mapping[str, Address]] = []
@@ -107,6 +114,7 @@ class OptimizerNodes:
         num_workers: int,
         worker: int,
         states: str,
+        module: str,
     ) -> tuple[list[NodeLink], dict[int, int], list[list[str | None]]]:
         """Links to the nodes of this rank's stages, which of them holds each unit, and for each pipeline rank the clusters of its nodes,
         as far as they are known. All ranks must call.
@@ -114,6 +122,7 @@ class OptimizerNodes:
         Args:
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
             states: HolmesStrategy's optimizer_states.
+            module: the name of its class.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
@@ -128,6 +137,7 @@ class OptimizerNodes:
         for place, number in enumerate(numbers):
             told = {
                 "place": f"pipeline rank {pipeline_rank}",
+                "module": module,
                 "num_workers": num_workers,
                 "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
                 "optimizer": dict(optimizer),
@@ -200,6 +210,8 @@ class _Registry:
         self._next = 0
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.ending: tuple[int, bool] | None = None
+        """This process's exit code, and whether it will be started again, where they are known before it ends."""
         self._listener = Listener(host, secret, "an optimizer node", self._join, port=port)
 
     def _join(self, channel: Channel, hello: dict[str, Any]) -> None:
@@ -208,7 +220,7 @@ class _Registry:
             if number < 0:
                 number, self._next = self._next, self._next + 1
         try:
-            channel.send({"number": number})
+            channel.send({"number": number, "again": _restarts()})
             told = channel.receive()
         except ConnectionLostError:
             return
@@ -246,12 +258,12 @@ class _Registry:
                 ended = [p for p in self._processes if p.poll() is not None]
                 if ended or time.monotonic() > end:
                     come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {self._listener.address}"
-                    self.end()
                     why = (
                         f"{ended[0].args!r} ended with code {ended[0].returncode}"
                         if ended
                         else f"within {self._wait_s:.0f} s"
                     )
+                    self.end(f"{come}: {why}")
                     raise HolmesError(f"{come}: {why}")
                 self._changed.wait(0.2)
         self._check_versions()
@@ -275,18 +287,30 @@ class _Registry:
                 if told["versions"].get(key) != mine[key]
             ]
             if different:
-                self.end()
-                raise ConfigurationError(
-                    f"optimizer node {number} on {told['host']} has {'; '.join(different)}: install the same versions on all hosts"
-                )
+                said = f"optimizer node {number} on {told['host']} has {'; '.join(different)}: install the same versions on all hosts"
+                self.end(said)
+                raise ConfigurationError(said)
 
-    def end(self) -> None:
-        """Let the nodes end, when the other ranks have no more use for them either. They are not waited for."""
+    def end(self, why: str = "") -> None:
+        """Let the nodes end, when the other ranks have no more use for them either; or, where this process will be started again, wait for
+        that. They are not waited for.
+
+        Args:
+            why: what keeps the job from beginning.
+        """
         self._listener.close()
+        failed = bool(why) or getattr(sys, "last_value", None) is not None  # the exception that ends a process
+        code, again = self.ending or (int(failed), failed and _restarts())
         for channel, _ in self._nodes.values():
             try:
-                channel.send({"end": 0})
+                channel.send({"end": {"code": code, "again": again, "why": why}})
             except HolmesError:
                 pass  # it is gone
             channel.close()
         self._processes.clear()
+
+
+def _restarts() -> bool:
+    """Whether torchrun will start this job again if it fails."""
+    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(started) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -466,6 +466,8 @@ class HolmesStrategy(ParallelStrategy):
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:
+        if self._job is not None:
+            self._job.leave(exception)
         if (
             isinstance(exception, SIGTERMException | KeyboardInterrupt)
             and self._run is not None

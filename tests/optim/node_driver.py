@@ -55,6 +55,7 @@ def told_of(
         for i in range(num_layers)
     ]
     return {
+        "module": "Net",
         "num_workers": num_workers,
         "units": {i: layout.to_plain() for i, layout in enumerate(layouts)},
         "optimizer": describe_optimizer(twin, [names], {})

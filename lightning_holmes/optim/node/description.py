@@ -4,9 +4,11 @@ told = describe_optimizer(optimizer, names)                   # on a worker
 twin = build_optimizer(told, parameters, allowed=importing)   # on the node
 """
 
+import hashlib
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +123,7 @@ def describe_optimizer(
     return {
         "module": kind.__module__,
         "name": kind.__qualname__,
+        "source": _source_of(kind),
         "attributes": attributes,
         "defaults": dict(optimizer.defaults),
         "groups": groups,
@@ -148,11 +151,57 @@ def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
     for part in told["name"].split("."):
         found = getattr(found, part, None)
     if isinstance(found, type) and issubclass(found, Optimizer):
+        if _source_of(found) != told["source"]:
+            raise ConfigurationError(
+                f"the optimizer's class {told['module']}.{told['name']} reads otherwise on the optimizer node, in "
+                f"{inspect.getsourcefile(found)}: give workers and nodes the same files"
+            )
         return found
     raise ConfigurationError(
         f"the optimizer's class {told['module']}.{told['name']} is not known on the optimizer node; define it in a module of its "
         f"own, which the script imports"
     )
+
+
+def _source_of(kind: type[Optimizer]) -> str | None:
+    """A digest of how the class and those before it are written; torch's own are compared by its version. None: nobody knows."""
+    digest = hashlib.sha256()
+    try:
+        for each in kind.__mro__[:-1]:
+            if each.__module__.partition(".")[0] != "torch":
+                digest.update(inspect.getsource(each).encode())
+    except (OSError, TypeError):  # typed into an interpreter
+        return None
+    return digest.hexdigest()
+
+
+def describe_module(module: nn.Module, *, is_whole: bool) -> dict[str, Any]:
+    """What a node knows of the module for which it was started.
+
+    Args:
+        is_whole: no hook gives it more parameters.
+    """
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters(remove_duplicate=False)}
+    return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None}
+
+
+def check_module(expected: Mapping[str, Any], name: str, layouts: Iterable[UnitLayout]) -> None:
+    """Refuse workers that train another module, of class ``name``, than the node's.
+
+    Raises:
+        ConfigurationError: says in what it differs.
+    """
+    different = "" if name == expected["class"] else f"it is a {expected['class']} there, and a {name} on workers"
+    known = expected["shapes"]
+    for layout in layouts if known is not None else ():
+        for parameter, shape in zip(layout.names, layout.shapes, strict=True):
+            if known.get(parameter) != tuple(shape):
+                there = f"of shape {known[parameter]}" if parameter in known else "missing"
+                different = different or f"{parameter} is {there} there, and of shape {tuple(shape)} on workers"
+    if different:
+        raise ConfigurationError(
+            f"this node was started for another module: {different}; give it the script and the arguments of the workers"
+        )
 
 
 def build_optimizer(

@@ -3,21 +3,24 @@
     python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
 
 It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and where rank 0 says so on a
-fast card that workers of its own cluster share, and no other), and ends when rank 0 says so, or is gone.
+fast card that workers of its own cluster share, and no other), and ends when rank 0 says so, or is gone. Where the job has failed and will
+be started again it waits for the next rank 0.
 """
 
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_holmes.cluster.hardware import probe_host
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -89,18 +92,30 @@ class NodeServer:
 
     Args:
         may_import: an optimizer's class may lie in a module that is not imported yet.
+        expected: what is known of the module here; see Service.
     """
 
-    def __init__(self, host: str, secret: str, *, number: int, may_import: bool, options: NodeOptions) -> None:
-        self._number, self._may_import, self._options = number, may_import, options
+    def __init__(
+        self,
+        host: str,
+        secret: str,
+        *,
+        number: int,
+        may_import: bool,
+        options: NodeOptions,
+        expected: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._number, self._may_import, self._options, self._expected = number, may_import, options, expected
         self._services: dict[str, Service] = {}
         self._lock = threading.Condition()
         self._secret = secret
-        self.listener = Listener(host, secret, "a worker", self._serve)
+        self._listeners: list[Listener] = []
+        self.address = self.listen(host)
 
     def listen(self, host: str) -> Address:
-        """At another address of this host, too."""
-        return Listener(host, self._secret, "a worker", self._serve).address
+        """At an address of this host."""
+        self._listeners.append(Listener(host, self._secret, "a worker", self._serve))
+        return self._listeners[-1].address
 
     def _serve(self, channel: Channel, hello: dict[str, Any]) -> None:
         try:
@@ -127,7 +142,9 @@ class NodeServer:
                 self._lock.notify_all()
 
     def drain(self) -> None:
-        """Wait until no worker is connected any more: rank 0 may be done before others are."""
+        """Take nobody new, and wait until no worker is connected any more: rank 0 may be done before others are."""
+        for listener in self._listeners:
+            listener.close()
         with self._lock:
             self._lock.wait_for(lambda: not self._services, _DRAIN_S)
 
@@ -137,7 +154,7 @@ class NodeServer:
             if service is None:
                 name = f"optimizer node {self._number}, {told['place']}"
                 self._services[session] = service = Service(
-                    told, name=name, may_import=self._may_import, options=self._options
+                    told, name=name, may_import=self._may_import, options=self._options, expected=self._expected
                 )
                 print(service.describe(), flush=True)
         if service.told != told:
@@ -146,41 +163,84 @@ class NodeServer:
         return service
 
 
-def join(address: Address, number: int, *, may_import: bool, options: NodeOptions, wait_s: float = 0.0) -> int:
-    """Be an optimizer node of the job whose rank 0 listens at ``address``; returns the run's exit code.
+def join(
+    address: Address,
+    number: int,
+    *,
+    may_import: bool,
+    options: NodeOptions,
+    wait_s: float = 0.0,
+    again_s: float | None = None,
+    expected: Mapping[str, Any] | None = None,
+) -> int:
+    """Be an optimizer node of the job whose rank 0 listens at ``address``, and of the same job when it is started again; returns the run's
+    exit code.
 
     Args:
         number: of this node; with -1 rank 0 gives one.
         options: as this node was started.
-        wait_s: how long to wait for rank 0, which may be started later.
+        wait_s: how long to wait for rank 0, which may be started later; and again where torchrun starts the workers again.
+        again_s: how long to wait where the run has failed and nobody is known to start it again; None: nobody is waited for a second
+            time, whoever it is.
+        expected: what is known of the module here; see Service.
+
+    Raises:
+        ConnectionLostError: rank 0 does not come.
     """
     secret = os.environ[SECRET]
+    control, welcome = _connect(address, secret, number, wait_s)
+    while True:
+        server = NodeServer(
+            control.local_host,
+            secret,
+            number=welcome["number"],
+            may_import=may_import,
+            options=options,
+            expected=expected,
+        )
+        where = {
+            "address": server.address,
+            "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
+            "cluster": os.environ.get("HOLMES_CLUSTER"),
+            "ports": _fast_ports(),
+        }
+        end = {"code": 1, "again": welcome["again"], "why": "its rank 0 is gone"}
+        try:
+            control.send(where | {"versions": versions()})
+            while "listen" in (said := control.receive()):
+                control.send({"addresses": {host: server.listen(host) for host in said["listen"]}})
+            end = said["end"]
+        except ConnectionLostError:
+            pass
+        server.drain()
+        control.close()
+        del server
+        gc.collect()  # a service's threads and units know each other, and the next one asks what memory is left
+        give_back_freed_memory()
+        code, patience = int(end["code"]), wait_s if end["again"] else again_s if end["code"] else 0.0
+        if end["why"]:
+            print(f"optimizer node {welcome['number']}: the job has ended: {end['why']}", flush=True)
+        if again_s is None or not patience:
+            return code
+        print(f"waiting for it to be started again, {patience:.0f} s at most", flush=True)
+        try:
+            control, welcome = _connect(address, secret, number, patience)
+        except ConnectionLostError:
+            print(f"it has not been started again within {patience:.0f} s", flush=True)
+            return code
+
+
+def _connect(address: Address, secret: str, number: int, wait_s: float) -> tuple[Channel, dict[str, Any]]:
+    """A connection to rank 0, and what it says first."""
     end = time.monotonic() + wait_s
     while True:
         try:
             control = Channel.connect(address, secret, {"kind": "node", "number": number}, peer="the job's rank 0")
-            break
+            return control, control.receive()
         except ConnectionLostError:
             if time.monotonic() > end:
                 raise
             time.sleep(1.0)
-    number = control.receive()["number"]
-    server = NodeServer(control.local_host, secret, number=number, may_import=may_import, options=options)
-    where = {
-        "address": server.listener.address,
-        "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
-        "cluster": os.environ.get("HOLMES_CLUSTER"),
-        "ports": _fast_ports(),
-    }
-    control.send(where | {"versions": versions()})
-    try:
-        while "listen" in (said := control.receive()):
-            control.send({"addresses": {host: server.listen(host) for host in said["listen"]}})
-        code = int(said["end"])
-    except ConnectionLostError:
-        code = 1
-    server.drain()
-    return code
 
 
 def _fast_ports() -> list[tuple[str, str]]:

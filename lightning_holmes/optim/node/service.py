@@ -7,6 +7,7 @@ one's), the end of a window of batches, and a commit for each optimizer step; no
     keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
     norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
     states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
+    settle {window}               that the commit of a window, and with it all before, is found to be right, and done
     rest                          the run has ended well: from here on a connection may close
     try {num_bytes}               so many bytes, by which a link is measured
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from lightning_holmes.errors import ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Channel
-from lightning_holmes.optim.node.description import UnitLayout, find_class
+from lightning_holmes.optim.node.description import UnitLayout, check_module, find_class
 from lightning_holmes.optim.node.node_options import NodeOptions
 from lightning_holmes.optim.node.storing import make_units
 from lightning_holmes.optim.node.unit import Unit
@@ -44,18 +45,30 @@ class Service:
     Args:
         name: of this node and these workers, for messages.
         may_import: the optimizer's class may lie in a module that is not imported yet.
+        expected: what ``describe_module`` says of the module here; None where there is none.
     """
 
-    def __init__(self, told: Mapping[str, Any], *, name: str, may_import: bool, options: NodeOptions) -> None:
+    def __init__(
+        self,
+        told: Mapping[str, Any],
+        *,
+        name: str,
+        may_import: bool,
+        options: NodeOptions,
+        expected: Mapping[str, Any] | None = None,
+    ) -> None:
         self.told, self.name = told, name
         self.num_workers: int = told["num_workers"]
         kind = find_class(told["optimizer"], may_import=may_import)
         layouts = {index: UnitLayout.from_plain(unit) for index, unit in told["units"].items()}
+        if expected is not None:
+            check_module(expected, told["module"], layouts.values())
         self._elements = sum(layout.numel for layout in layouts.values())
         self._changed = threading.Condition()
         self._failure: tuple[str, str] | None = None
         self._resting: set[int] = set()
         self._num_lanes = 0
+        self._last_window = 0  # whose commit is done
         self._done = [0] * self.num_workers  # the last window whose gradients have all come
         self._moved = [0, 0]
         self._ends: list[float] = []  # of steps
@@ -77,6 +90,7 @@ class Service:
             "states": self._states,
             "keys": self._keys,
             "load": self._load,
+            "settle": self._settle,
             "rest": self._rest,
             "try": self._try,
         }
@@ -205,11 +219,13 @@ class Service:
             return self._failure is None
 
     def _committed(self, window: int) -> None:
+        if self._store is not None:
+            self._store.commit(window)
+        self._last_window = window
+        self._tell_waiting()
         if self._store is None:
             return
-        self._store.commit(window)
         self._ends.append(time.perf_counter())
-        self._tell_waiting()
         if len(self._ends) == _TOLD_AFTER:
             print(
                 f"{self.name}: {self._store.compare((self._ends[-1] - self._ends[0]) / (_TOLD_AFTER - 1))}", flush=True
@@ -262,6 +278,10 @@ class Service:
 
     def _load(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         self._units[message["unit"]].load(message["states"])
+        return {}
+
+    def _settle(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
+        self._wait(lambda: self._last_window >= message["window"])
         return {}
 
     def _rest(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:

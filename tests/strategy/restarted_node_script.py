@@ -1,0 +1,18 @@
+"""A user's script for a job that torchrun starts again: python restarted_node_script.py OPTIONS, as JSON; see snapshot_cases.train.
+
+What it is told to kill is killed in the first attempt only.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from snapshot_cases import train
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        options.pop("kill", None)
+    digest = train(options)
+    Path(options["folder"], f"digest.{options['name']}.{os.environ['RANK']}").write_text(digest)

@@ -1,0 +1,161 @@
+"""Rank 0 and optimizer nodes, in threads of one process: who is refused, and who waits for a job that is started again."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launch import free_port
+from torch import nn
+
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.node.description import UnitLayout, describe_module, describe_optimizer
+from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node.node_options import NodeOptions
+from lightning_holmes.optim.node.server import SECRET, NodeServer, join
+from lightning_holmes.strategy import optimizer_nodes
+from lightning_holmes.strategy.optimizer_nodes import _Registry
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
+    """Starts a node, and gives what waits for its exit code."""
+    monkeypatch.setenv(SECRET, "known to both")
+
+    def start(port: int, **options: Any) -> Callable[[], int]:
+        codes: list[int] = []
+        run = lambda: codes.append(  # noqa: E731
+            join(("127.0.0.1", port), -1, may_import=True, options=NodeOptions(), wait_s=20.0, **options)
+        )
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+
+        def wait() -> int:
+            thread.join(20)
+            assert not thread.is_alive()
+            return codes[0]
+
+        return wait
+
+    return start
+
+
+def registry(port: int) -> _Registry:
+    return _Registry("127.0.0.1", "known to both", 1, wait_s=20.0, port=port)
+
+
+def test_a_node_of_other_versions_is_refused_with_the_difference(
+    node: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = optimizer_nodes.versions()
+    monkeypatch.setattr(optimizer_nodes, "versions", lambda: mine | {"torch": "1.0"})
+    port = free_port()
+    job, code = registry(port), node(port, again_s=0.0)
+    difference = f"has torch {torch.__version__}, here 1.0: install the same versions on all hosts"
+    with pytest.raises(ConfigurationError, match=difference.replace("+", r"\+")):
+        job.wait()
+    assert code() == 1
+    assert difference in capsys.readouterr().out, "the node says it, too"
+
+
+@pytest.mark.parametrize(("torchrun", "again_s"), [(True, 0.0), (False, 20.0)])
+def test_a_node_waits_for_a_job_that_is_started_again(
+    torchrun: bool, again_s: float, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("MAX_RESTARTS", "1"), ("RESTART_COUNT", "0")) if torchrun else ():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    port = free_port()
+    code = node(port, again_s=again_s)
+    first = registry(port)
+    (told,) = first.wait()
+    first.ending = (1, torchrun)
+    first.end()
+    again = registry(port)
+    assert again.wait()[0]["address"] != told["address"], "it serves nobody of the first attempt any more"
+    again.end()
+    assert code() == 0
+
+
+@pytest.mark.parametrize(
+    ("again_s", "ending", "expected"),
+    [(0.0, (1, False), 1), (20.0, (0, False), 0), (None, (1, True), 1)],
+    ids=["it has failed", "it has ended well", "rank 0 has started the node itself"],
+)
+def test_a_node_ends_with_the_jobs_exit_code(again_s: Any, ending: Any, expected: int, node: Any) -> None:
+    port = free_port()
+    job, code = registry(port), node(port, again_s=again_s)
+    job.wait()
+    job.ending = ending
+    job.end()
+    assert code() == expected
+
+
+class Net(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, 2, bias=False)
+
+
+class Other(Net):
+    pass
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+LAYOUT = UnitLayout(
+    names=("up.weight",),
+    shapes=((2, 4),),
+    starts=(0,),
+    numel=8,
+    dtype=torch.float32,
+    sent_dtype=torch.float32,
+    gradient_dtype=torch.float32,
+    is_trained=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer", "difference"),
+    [
+        (Net(), {}, ""),
+        (None, {}, ""),
+        (Other(), {}, "it is a Other there, and a Net on workers"),
+        (Net(5), {}, r"up.weight is of shape \(2, 5\) there, and of shape \(2, 4\) on workers"),
+        (nn.Identity(), {}, "it is a Identity there, and a Net on workers"),
+        (Net(), {"source": "another"}, r"Mine reads otherwise on the optimizer node, in .*test_node_registry.py"),
+    ],
+)
+def test_a_node_for_another_module_is_refused_with_the_difference(
+    module: nn.Module | None, optimizer: dict[str, str], difference: str
+) -> None:
+    expected = None if module is None else describe_module(module, is_whole=True)
+    server = NodeServer("127.0.0.1", "secret", number=0, may_import=False, options=NodeOptions(), expected=expected)
+    twin = Mine(Net().parameters(), lr=0.1)
+    told = {
+        "place": "pipeline rank 0",
+        "module": "Net",
+        "num_workers": 1,
+        "units": {0: LAYOUT.to_plain()},
+        "optimizer": describe_optimizer(twin, [["up.weight"]], {}) | {"state_bytes": 0.0} | optimizer,
+        "states": "memory",
+        "num_places": 1,
+    }
+
+    def connect() -> NodeLink:
+        return NodeLink(server.address, "secret", session="1/0", worker=0, told=told, number=0, timeout_s=20.0)
+
+    if difference:
+        with pytest.raises(ConfigurationError, match=difference):
+            connect()
+    else:
+        link = connect()
+        link.ask({"ask": "rest"})
+        link.close()
+    server.drain()
+
+
+def test_a_module_that_hooks_complete_is_compared_by_its_class() -> None:
+    assert describe_module(Net(), is_whole=False) == {"class": "Net", "shapes": None}
