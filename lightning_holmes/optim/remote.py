@@ -40,6 +40,7 @@ class RemoteReducer(LayeredReducer):
     Attributes:
         window: counts the windows of batches after which the optimizer steps.
         is_complete: the window's last gradient is on its way.
+        is_half_done: nodes may have updated some units, and step the others only at the commit.
         options: gives those of the optimizer's groups.
     """
 
@@ -48,12 +49,17 @@ class RemoteReducer(LayeredReducer):
     def __init__(self, shards: RemoteParameters, *args: Any, is_eager: bool, **kwargs: Any) -> None:
         super().__init__(shards, *args, **kwargs)
         self.window = 0
-        self.is_complete = False
+        self.is_complete = self.is_half_done = False
         self.is_eager = is_eager
         self.options: Callable[[], list[dict[str, Any]]] = list
         self._is_last = False
 
     def begin(self, *, last: bool) -> None:
+        if self.is_half_done:
+            raise UnsupportedModuleError(
+                "the optimizer did not step after a batch, with whose gradients optimizer nodes had updated layers already; override "
+                "on_before_optimizer_step, after which nodes wait for the step, or use optimizer_nodes=0"
+            )
         if self._is_new:
             self.window += 1
         self.is_complete = False
@@ -65,6 +71,7 @@ class RemoteReducer(LayeredReducer):
     def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
         about = {"tell": "gradient", "window": self.window, "is_last": self._is_last}
         touched = [[name for name in part.names if name in self._touched] for part in parts]
+        self.is_half_done |= self._is_last
 
         def push() -> None:
             for part, names, buffer in zip(parts, touched, buffers, strict=True):
@@ -169,9 +176,16 @@ class RemoteOptimizer:
             "options": options_of(self.optimizer),
         }
         self._reducer.tell_all(commit)
+        self._reducer.is_half_done = False
         self._parameters.version += 1
+        self._parameters.committed = self._reducer.window
 
     # states
+
+    @property
+    def is_half_done(self) -> bool:
+        """Nodes hold values and states of two steps: no checkpoint can be had of them. It stays so where a run has failed."""
+        return self._reducer.is_half_done
 
     @property
     def names(self) -> set[str]:
@@ -191,6 +205,7 @@ class RemoteOptimizer:
             link.ask({"ask": "load", "unit": unit, "states": {n: dict(states[n]) for n in part.names if n in states}})
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
+        self._parameters.settle()
         replica = self._parameters.replica
         found: dict[str, dict[str, Any]] = {}
         for part in self._parameters.parts:
@@ -206,6 +221,7 @@ class RemoteOptimizer:
 
     def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
         """Unit by unit."""
+        self._parameters.settle()
         replica = self._parameters.replica
         keys: dict[str, list[str]] = {}
         steps = []

@@ -43,6 +43,7 @@ class RemoteParameters(StageShards):
         links: to this rank's nodes.
         version: counts the values that nodes have been given or have computed.
         aggregators: by unit, where the workers of this one's cluster speak with its node by one of them.
+        committed: the last window of batches whose step was committed.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RemoteParameters(StageShards):
         self._keeps = keeps
         self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
         self.links: Sequence[NodeLink] = ()
-        self.version = 0
+        self.version = self.committed = 0
         self.aggregators: Mapping[int, Aggregator] = {}
         self.num_replicas, self.replica = num_replicas, replica
         self._link_of: Mapping[int, NodeLink] = {}
@@ -165,8 +166,18 @@ class RemoteParameters(StageShards):
         found, self._kept[buffer.data_ptr()] = self._kept.get(buffer.data_ptr()), wanted
         return found == wanted
 
+    def settle(self) -> None:
+        """Wait until the nodes have found the last commit to be right: layers may have been updated before it.
+
+        Raises:
+            HolmesError: what is wrong with it.
+        """
+        for link in self.links:
+            link.ask({"ask": "settle", "window": self.committed})
+
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
         """As StageShards'; each replica asks for those parts of which it wants something."""
+        self.settle()
         return {
             name: view.clone()
             for part in self.parts
@@ -196,6 +207,7 @@ class RemoteParameters(StageShards):
         for link in self.links if ends_alone else ():
             link.wait_at_most(_LAST_VALUES_S)
         try:
+            self.settle()
             for part in self.parts:
                 (buffer,) = allocate([(part.numel, part.dtype)], part.device)
                 if self._has_failed:

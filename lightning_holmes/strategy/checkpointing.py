@@ -28,6 +28,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.remote import RemoteOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
@@ -37,6 +38,10 @@ from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
 _STATES = ("state_dict", "optimizer_states", "loops", "lr_schedulers")
+_HALF_DONE = (
+    "optimizer nodes have updated some layers with this batch's gradients, and the others wait for the optimizer's step; save in "
+    "on_train_batch_end, or override on_before_optimizer_step, after which nodes wait for the step, too"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +81,21 @@ class RunCheckpoints:
         """A callback saves because of an exception."""
         return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
 
+    @property
+    def _is_half_done(self) -> bool:
+        """Optimizer nodes hold some layers after a step, and others before it; true of a run that has failed then, for good."""
+        shards = None if self.fit is None else self.fit.shards
+        return isinstance(shards, RemoteOptimizer) and shards.is_half_done
+
     # what a checkpoint holds
 
     def module_state(self) -> dict[str, Any]:
         """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
         self.manager.reading = None
+        if self._is_half_done:
+            if self._is_interrupted:
+                return {}
+            raise UnsupportedModuleError(f"{type(self.module).__name__} cannot be saved now: {_HALF_DONE}")
         run = self._open_run or (self.fit if self._writes_folders else None)
         if self.run is not None and self.run.stage_shards is not None:
             run = self.run
@@ -97,7 +112,7 @@ class RunCheckpoints:
         if self._writes_folders:
             return checkpoints.module_part(run.pipeline, collected)
         root = self._gathering_rank()
-        if root is None or self.job.connection.failed:
+        if root is None or self._has_failed_beside_others:
             return {}
         with self.job.explaining():
             return checkpoints.module_state_dict(
@@ -134,7 +149,7 @@ class RunCheckpoints:
         """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
         numbered as plain Lightning does."""
         fit = self.fit
-        if fit is None:
+        if fit is None or self._is_half_done:  # of which the module's state has told
             return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         hide = self.resumption.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
@@ -149,7 +164,7 @@ class RunCheckpoints:
         if self._writes_folders:
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
         root = self._gathering_rank()
-        if root is None or self.job.connection.failed:
+        if root is None or self._has_failed_beside_others:
             return {}
         with self.job.explaining():
             return checkpoints.optimizer_state_dict(
@@ -215,6 +230,9 @@ class RunCheckpoints:
         is_sharded = self.fit is not None and self.fit.shards is not None
         if failed and (not self._writes_folders or is_sharded):
             warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
+            return
+        if self._is_half_done:
+            warnings.warn(f"{path} is not saved: {_HALF_DONE}")
             return
         run = self.fit or self.run
         if run is not None and run.is_open and run.context.builder.waits:

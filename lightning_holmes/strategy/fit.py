@@ -24,7 +24,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
-from lightning_holmes.optim.remote import RemoteHost
+from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -37,6 +37,7 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
+from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.gradients import (
     Gradients,
     make_gradients,
@@ -145,6 +146,8 @@ class Fit(Run):
             )
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
+        if isinstance(self.shards, RemoteOptimizer):
+            self.shards.optimizer.state = StateOnNodes(self.shards.optimizer)  # type: ignore[assignment]
         undo.callback(self._close_gradients)
         if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
             self._averages.shard(self.stage_shards)
@@ -313,6 +316,8 @@ class Fit(Run):
         names = self.parameter_groups.names_of(optimizer)
         with self.job.explaining():
             checkpoint.load_optimizer_state(optimizer, saved, names, self.pipeline.local_parameters, self.shards)
+        if isinstance(self.shards, RemoteOptimizer):
+            optimizer.state = StateOnNodes(optimizer)  # type: ignore[assignment]
         optimizers_to_device([optimizer], self.job.connection.device)
 
     # steps

@@ -4,6 +4,7 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -162,7 +163,10 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
     found = run_cases(Path(name), cases)
     if size == 2:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
-    return found | (run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)} if size == 1 else {})
+    if size == 1:
+        found |= run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)}
+        found |= {f"raises in {where}": save_on_exception(Path(name), where, with_nodes(1)) for where in RAISES}
+    return found
 
 
 def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
@@ -325,19 +329,35 @@ def _step_twice(module: pl.LightningModule, trainer: Trainer) -> None:
     module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
 
 
-def _change_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
+def _change_in_step(first: int) -> Any:
+    def change(module: pl.LightningModule, trainer: Trainer) -> None:
+        own = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            for group in trainer.optimizers[0].param_groups if batch_idx >= first else ():
+                group["lr"] = 0.5 ** (2 + batch_idx)
+            return own(batch, batch_idx)
+
+        module.training_step = training_step  # type: ignore[method-assign]
+
+    return change
+
+
+def _read_states_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
     own = module.training_step
 
     def training_step(batch: Any, batch_idx: int) -> Any:
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.5 ** (2 + batch_idx)
+        if batch_idx == 1:
+            list(trainer.optimizers[0].state.values())
         return own(batch, batch_idx)
 
     module.training_step = training_step  # type: ignore[method-assign]
 
 
 REFUSED: dict[str, Any] = {
-    "an option that changes in a step": _change_in_step,
+    "states are read": _read_states_in_step,
+    "an option that changes in a step": _change_in_step(0),
+    "an option that changes in the last step": _change_in_step(3),
     "an average of weights": _average,
     "a weight is read": _by_hook("on_train_batch_end", lambda module: module.layers[0].up.weight.norm()),
     "a gradient is read": _by_hook("on_before_zero_grad", lambda module: module.layers[0].up.weight.grad),
@@ -359,6 +379,50 @@ def run_refusals(folder: Path) -> dict[str, Any]:
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"
     return found
+
+
+RAISES = ("forward", "backward")
+
+
+class Raises(pl.Callback):
+    """In the second batch: before any layer's gradient is known, or when only the first layer's is missing; and saves then."""
+
+    def __init__(self, where: str, path: Path) -> None:
+        self.where, self.path = where, path
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("stop here")
+
+        if batch_idx == 1 and self.where == "forward":
+            pl_module.layers[3].register_forward_pre_hook(fail)
+        elif batch_idx == 1:
+            pl_module.layers[0].up.weight.register_hook(fail)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def save_on_exception(folder: Path, where: str, strategy: HolmesStrategy | None = None) -> dict[str, Any]:
+    """What a callback has saved of a run that fails, and whatever was said then, and at a save after it."""
+    path = folder / f"raised-{where}-{strategy is None}.ckpt"
+    module, trainer = build(), make_trainer(folder, strategy=strategy)
+    trainer.callbacks.append(Raises(where, path))  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, datamodule=Data())
+        except RuntimeError as error:
+            assert "stop here" in str(error)
+        trainer.save_checkpoint(path.with_suffix(".later"))
+    said = [str(warning.message) for warning in caught]
+    saved = torch.load(path, weights_only=False)["state_dict"] if path.exists() else None
+    return {
+        "said": said,
+        "weights": saved,
+        "states": states_in(path) if path.exists() else None,
+        "later": path.with_suffix(".later").exists(),
+    }
 
 
 class Loses(pl.Callback):

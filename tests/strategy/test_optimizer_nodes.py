@@ -1,7 +1,9 @@
 """Optimizer nodes give the numbers of plain Lightning, parameters and optimizer states. Tolerance 1e-5 (fp32), of the largest entry."""
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from optimizer_node_cases import (
     build,
     make_trainer,
     run_scaled,
+    save_on_exception,
     state_of,
     states_in,
     work,
@@ -106,6 +109,18 @@ def test_a_checkpoint_is_resumed_with_and_without_nodes(
         assert_same(weights, plain["two epochs"])
 
 
+def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Path, found: Records) -> None:
+    """Nodes update a layer as soon as they have its gradients: where the backward fails they hold layers of two steps."""
+    saved, expected = found["raises in forward"][0], save_on_exception(folder, "forward")
+    assert_same(saved["weights"], expected["weights"])
+    assert_same(saved["states"], expected["states"])
+    assert expected["later"] and saved["later"]
+    refused = found["raises in backward"][0]
+    assert refused["weights"] is None and not refused["later"]
+    said = [words for words in refused["said"] if "optimizer nodes have updated some layers with this batch's" in words]
+    assert ["is not saved" in words for words in said] == [True, True]
+
+
 @pytest.mark.parametrize("source", ["file", "file-after"])
 def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: dict[Any, Any], found: Records) -> None:
     module = build()
@@ -122,10 +137,12 @@ def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: d
         ),
         ("a weight is read", "reads layers.0.up.weight, but optimizer nodes hold it between steps"),
         ("a gradient is read", "reads the gradient of layers.0.up.weight, but optimizer nodes hold it between steps"),
+        ("states are read", "the state of SGD is read, which optimizer nodes hold: read it in a checkpoint"),
         ("counted in a group", "Counts changes 'count' of its parameter group 0 in each step"),
         ("a class in a function", "is defined inside a function, where an optimizer node cannot find it"),
         ("a tensor as an option", "param_groups[0]['lr'] is a tensor, and only plain numbers are sent"),
         ("an option that changes in a step", "the optimizer's options were [{'lr': 0.05"),
+        ("an option that changes in the last step", "and [{'lr': 0.03125,"),
         ("two steps", "the optimizer steps twice with the gradients of one batch"),
     ],
 )
@@ -162,29 +179,84 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
         assert not list(tmp_path.glob("states/*")), "what a node leaves behind"
 
 
-def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("node_script.py")
-    environment = os.environ | {
+def run_beside_a_node(
+    folder: Path, worker: list[str], script: list[str], **environment: str
+) -> tuple[tuple[int, str], tuple[int, str]]:
+    """The exit code and output of a command, and of an optimizer node that runs ``script``."""
+    variables = os.environ | {
         "HOLMES_NODE_SECRET": "known to both",
         "HOLMES_NODE_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
-    command = "-m", "lightning_holmes.cli", "optimizer-node", "--master-addr", "127.0.0.1", "--", str(script), "gpu"
-    worker, node = (
+    node = [
+        *forked_python(),
+        "-m",
+        "lightning_holmes.cli",
+        "optimizer-node",
+        "--master-addr",
+        "127.0.0.1",
+        "--",
+        *script,
+    ]
+    processes = [
         subprocess.Popen(
-            [*forked_python(), *arguments],
-            env=environment,
-            cwd=tmp_path,
+            command,
+            env=variables | environment,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for arguments in ((str(script), "cpu"), command)
-    )
+        for command in (worker, node)
+    ]
     try:
-        said = worker.communicate(timeout=90)[0]
-        served = node.communicate(timeout=90)[0]
+        said = [process.communicate(timeout=180)[0] for process in processes]
     finally:
-        worker.kill(), node.kill()
-    assert worker.returncode == 0 and "RESULT loss=" in said, said
-    assert node.returncode == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
+        for process in processes:
+            process.kill()
+    first, second = ((process.returncode, output) for process, output in zip(processes, said, strict=True))
+    return first, second
+
+
+def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("node_script.py"))
+    (code, said), (node_code, served) = run_beside_a_node(tmp_path, [*forked_python(), script, "cpu"], [script, "gpu"])
+    assert code == 0 and "RESULT loss=" in said, said
+    assert node_code == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
+
+
+def test_a_node_outlives_workers_that_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts two workers again after one was killed: they go on from their snapshot, with the same node, bit for bit. Baseline: the
+    same job without faults, and with a node that it starts itself."""
+    strategy = {
+        "optimizer_nodes": 1,
+        "num_chunks": 4,
+        "pipeline_parallel_size": 1,
+        "schedule": "auto",
+        "gradient_sync": "auto",
+        "bucket_bytes": "auto",
+    }
+    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
+    whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy}
+    expected = launch(2, "snapshot_cases:train", whole)
+    options = whole | {
+        "name": "killed",
+        "strategy": strategy | {"snapshot_every_n_steps": 3},
+        "snapshots": str(tmp_path / "memory"),
+        "kill": {"rank": 1, "step": 9},
+    }
+    script = [str(Path(__file__).with_name("restarted_node_script.py")), json.dumps(options)]
+    torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=blue", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    (code, said), (node_code, served) = run_beside_a_node(
+        tmp_path,
+        [sys.executable, "-m", "torch.distributed.run", *torchrun, *script],
+        script,
+        RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+    )
+    assert code == 0 and "goes on from the snapshot of step" in said, said
+    assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
+    assert node_code == 0 and served.count("AdamW, for 2 workers") == 2, served
+    assert "waiting for it to be started again" in served

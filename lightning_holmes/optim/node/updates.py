@@ -141,13 +141,8 @@ class Updates:
         with self._lock:
             begun = self._begun.pop(window, [])
             self._begun = {w: messages for w, messages in self._begun.items() if w > window}
-        early = window in self._ordered.values()
-        if early and begun[0]["options"] != options:
-            raise HolmesError(
-                f"the optimizer's options were {begun[0]['options']} when a batch began, and {options} at its step, while optimizer "
-                f"nodes had updated layers already: change options in on_train_batch_start or before, or override "
-                f"on_before_optimizer_step, after which nodes wait for the step"
-            )
+        if window in self._ordered.values():  # behind these updates, which may say better what is wrong
+            self._work.put(lambda: self._check_options(begun[0]["options"], options))
         self._ahead.clear()
         for unit in self._units:
             if self._ordered.get(unit) != window:
@@ -169,6 +164,14 @@ class Updates:
         unit.update(window, edits, options)
         self.seconds += time.perf_counter() - began
         self._changed()
+
+    def _check_options(self, begun: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        if begun != options:
+            raise HolmesError(
+                f"the optimizer's options were {begun} when a batch began, and {options} at its step, while optimizer "
+                f"nodes had updated layers already: change options in on_train_batch_start or before, or override "
+                f"on_before_optimizer_step, after which nodes wait for the step"
+            )
 
     def _end_step(self, window: int) -> None:
         for unit in self._units:

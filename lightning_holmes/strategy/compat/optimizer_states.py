@@ -3,17 +3,21 @@
     with hiding_states(trainer.strategy.optimizers, "Logs.on_train_batch_end"):
         ...                         # the user's hook; optimizer.state[p] raises, optimizer.state.clear() does what it says
 
-The optimizer's own methods go on reading and writing them, but for ``state_dict``.
+The optimizer's own methods go on reading and writing them, but for ``state_dict``. Where optimizer nodes have the states nobody can read
+them, in hooks or elsewhere: ``optimizer.state = StateOnNodes(optimizer)``.
 """
 
 import inspect
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
+
+_OWN = {"lightning", "pytorch_lightning", __name__.partition(".")[0]}
 
 
 class HiddenState(MutableMapping[Any, Any]):
@@ -30,10 +34,12 @@ class HiddenState(MutableMapping[Any, Any]):
     def _shown(self) -> Any:
         """The states, to a method of the optimizer."""
         here: Any = inspect.currentframe()
-        frame = here.f_back.f_back
-        if frame.f_locals.get("self") is not self._optimizer or frame.f_code.co_name == "state_dict":
+        if not self._may_read(here.f_back.f_back):
             self._refuse()
         return self.own
+
+    def _may_read(self, frame: FrameType) -> bool:
+        return frame.f_locals.get("self") is self._optimizer and frame.f_code.co_name != "state_dict"
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedModuleError(
@@ -84,6 +90,22 @@ class HiddenState(MutableMapping[Any, Any]):
     def clear(self) -> None:
         """Forget all states, here those of this rank."""
         self.own.clear()
+
+
+class StateOnNodes(HiddenState):
+    """The same, where optimizer nodes have it and this rank has none; for all but Lightning and this package, from now on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, "")
+
+    def _may_read(self, frame: FrameType) -> bool:
+        return super()._may_read(frame) or frame.f_globals.get("__name__", "").partition(".")[0] in _OWN
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedModuleError(
+            f"the state of {type(self._optimizer).__name__} is read, which optimizer nodes hold: read it in a checkpoint "
+            f"(optimizer_states), or use optimizer_nodes=0"
+        )
 
 
 @contextmanager
