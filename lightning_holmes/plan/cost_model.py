@@ -26,24 +26,25 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.collective_cost import all_reduce_s, shared
+from lightning_holmes.plan.collective_cost import all_reduce_s
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
+from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, StageGroup
 from lightning_holmes.plan.memory import RankMemory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
-from lightning_holmes.plan.route import LOCAL, Channel, Network
+from lightning_holmes.plan.route import Channel, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
-from lightning_holmes.plan.simulator import Route, StepCosts
+from lightning_holmes.plan.simulator import StepCosts
 from lightning_holmes.plan.training import Training
 
 NUM_WHOLE = 2
@@ -52,36 +53,6 @@ NUM_WHOLE = 2
 # Of what a transformer layer moves beside its products, the share outside of the attention and the MLP, which tensor parallelism
 # leaves whole: two norms and two residual sums of 22 bytes an element of its input, to 16 inside, four times as wide
 _MOVED_WHOLE = 0.58
-
-
-@dataclass(frozen=True, slots=True)
-class _StageGroup:
-    """The replicas of one pipeline rank: how a reduction among them runs."""
-
-    channel: Channel  # already divided by who shares the cards
-    local: Channel  # inside a host
-    local_size: int
-    num_hosts: int
-    cards: tuple[str, ...]
-    across: bool = False  # they lie in several clusters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LayoutFacts:
-    """What follows from layout, network and devices alone."""
-
-    speeds: tuple[float, ...]  # work/s of the slowest device of each pipeline rank
-    product_s: tuple[float, ...]  # beside that, of each matrix product
-    byte_s: tuple[float, ...]  # of what other operators move in the device's memory
-    memory: tuple[float, ...]  # bytes of its smallest device
-    groups: tuple[_StageGroup, ...]
-    tensor_channels: tuple[tuple[Channel, int, Channel], ...]  # over how many hosts, and inside one
-    routes: dict[tuple[int, int], Route] = field(default_factory=dict)
-    ends: Route | None = None  # between the first and the last pipeline rank, for gradients of what both need
-
-    def kind(self, rank: int) -> Hashable:
-        """The same for pipeline ranks on which a layer costs the same."""
-        return self.speeds[rank], self.product_s[rank], self.byte_s[rank], self.tensor_channels[rank]
 
 
 class CostModel:
@@ -121,20 +92,22 @@ class CostModel:
             rates = [device.flops_per_s for device in self.host_devices]
         else:
             rates = [(speeds or [1.0] * len(clusters))[index] for index in cluster]
-        self._host = np.asarray(network.host_of_device)
-        self._speed = np.asarray([check_number(rate, "a host's speed", positive=True) for rate in rates])  # by host
         counted = model.unit == "flops" and host_speeds is None
-        self._product_s = np.asarray([device.product_s if counted else 0.0 for device in self.host_devices])
-        self._byte_s = np.asarray([device.moved_byte_s if counted else 0.0 for device in self.host_devices])
-        self._memory = np.asarray([device.memory_bytes for device in self.host_devices]) * training.memory_share
-        self._facts: dict[Layout, _LayoutFacts] = {}
+        self._devices = Devices(
+            network,
+            speed=[check_number(rate, "a host's speed", positive=True) for rate in rates],
+            product_s=[device.product_s if counted else 0.0 for device in self.host_devices],
+            byte_s=[device.moved_byte_s if counted else 0.0 for device in self.host_devices],
+            memory_bytes=[device.memory_bytes * training.memory_share for device in self.host_devices],
+        )
+        self._facts: dict[Layout, LayoutFacts] = {}
         self._sharded: dict[Layout, bool] = {}
         self._models: dict[tuple[int, bool], ModelCost] = {}
 
     @property
     def num_devices(self) -> int:
         """Devices of the topology."""
-        return len(self._host)
+        return self._devices.number
 
     def microbatch_model(self, samples: int, recomputation: bool = False) -> ModelCost:
         """The model's costs for a microbatch of so many samples. Cached."""
@@ -144,10 +117,11 @@ class CostModel:
             self._models[key] = model.with_recomputation() if recomputation else model
         return self._models[key]
 
-    def facts(self, layout: Layout) -> _LayoutFacts:
+    def facts(self, layout: Layout) -> LayoutFacts:
         """What a layout means on this topology. Cached."""
         if layout not in self._facts:
-            self._facts[layout] = self._make_facts(layout)
+            shares = self.model.shared_bytes > 0 and layout.pipeline > 1
+            self._facts[layout] = self._devices.facts(layout, ratio=self._activation_ratio, joins_ends=shares)
         return self._facts[layout]
 
     def with_training(self, training: Training) -> CostModel:
@@ -354,7 +328,7 @@ class CostModel:
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=layout.pipeline)
             own = partition.layers_of(stage)
-            devices = self._host[layout.devices_of(rank)]
+            devices = self._devices.hosts_of(layout, rank)
             group = facts.groups[rank]
             places = [model.layers[index] for index in own]
             places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
@@ -379,7 +353,7 @@ class CostModel:
                     for host in set(devices[:, column].tolist()):
                         here[host] += int(moved)
             if stage < partition.num_stages - 1:
-                following = self._host[layout.devices_of(_stage_ranks(run)[stage + 1])]
+                following = self._devices.hosts_of(layout, _stage_ranks(run)[stage + 1])
                 crossing = _crossing(model, own).activation_bytes * run.num_microbatches
                 pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
                 for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
@@ -433,7 +407,7 @@ class CostModel:
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
 
-    def _reduction(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
+    def _reduction(self, group: StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""
         if self.training.optimizer_nodes:
             return trained_bytes * self.training.gradient_ratio / self._node_bytes_per_s, 0.0
@@ -447,7 +421,7 @@ class CostModel:
         # half of an all-reduce each; parameters are gathered in their own type
         return whole / 2 if scatters else whole, self._gather(group, trained_bytes)
 
-    def _gather(self, group: _StageGroup, num_bytes: float) -> float:
+    def _gather(self, group: StageGroup, num_bytes: float) -> float:
         """Seconds to gather so many bytes from their shares: half of an all-reduce; or from optimizer nodes, once for both passes
         where they are kept."""
         if self.training.optimizer_nodes:
@@ -456,7 +430,7 @@ class CostModel:
             return 0.0
         return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2
 
-    def _carried(self, group: _StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
+    def _carried(self, group: StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction
         of n moves 2 (n-1)/n of its bytes each way, a reduce-scatter and an all-gather half of that."""
         if self.training.optimizer_nodes:
@@ -469,13 +443,13 @@ class CostModel:
             return moved * ratio, 0.0
         return moved * (ratio / 2 if scatters else ratio), moved / 2
 
-    def _gradient_ratio(self, group: _StageGroup) -> tuple[float, bool]:
+    def _gradient_ratio(self, group: StageGroup) -> tuple[float, bool]:
         """Bytes of gradients that a group sums for each trained byte, and whether sharding halves that: what is
         compressed is always summed whole."""
         compressed = self.training.gradient_ratio_across if group.across else None
         return (self.training.gradient_ratio, True) if compressed is None else (compressed, False)
 
-    def _update_s(self, facts: _LayoutFacts, rank: int, trained_bytes: float) -> float:
+    def _update_s(self, facts: LayoutFacts, rank: int, trained_bytes: float) -> float:
         """Seconds of the optimizer's step for all of a rank's parameters; none where optimizer nodes step."""
         if self.training.optimizer_nodes:
             return 0.0
@@ -504,7 +478,7 @@ class CostModel:
             )
         return choose_sharding(known).on
 
-    def _shared_seconds(self, layout: Layout, facts: _LayoutFacts) -> float:
+    def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:
         """Gradients of tied embeddings, summed between the first and the last pipeline rank."""
         if self.model.shared_bytes == 0 or layout.pipeline == 1:
             return 0.0
@@ -517,84 +491,6 @@ class CostModel:
         """Share of an activation's bytes that is sent from one host to another."""
         same = self.network.cluster_of_host[first] == self.network.cluster_of_host[second]
         return 1.0 if same else self.training.activation_ratio_across
-
-    def _make_facts(self, layout: Layout) -> _LayoutFacts:
-        assert layout.num_devices == self.num_devices, (layout, self.num_devices)
-        hosts = [self._host[layout.devices_of(rank)] for rank in range(layout.pipeline)]
-        rings: Counter[int] = Counter()  # reductions that leave a host at the same time
-        for own in hosts:
-            for column in range(layout.tensor):
-                distinct = np.unique(own[:, column])
-                if len(distinct) > 1:
-                    rings.update(distinct.tolist())
-        channels = [self.network.group(np.unique(own[:, 0]).tolist()) for own in hosts]
-        crossing = Counter(ends for channel in channels for ends, _ in channel.links * layout.tensor)  # over that link
-        groups, tensors = [], []
-        for own, channel in zip(hosts, channels, strict=True):
-            distinct = np.unique(own[:, 0])
-            cards: tuple[str, ...] = ()
-            if len(distinct) > 1:
-                sharers = max(rings[host] for host in distinct.tolist())
-                rates = [shared(channel.card_bytes_per_s, sharers)]
-                rates += [shared(rate, crossing[ends]) for ends, rate in channel.links]
-                cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
-                cards += tuple(_link(way) for ends, _ in channel.links for way in (ends, ends[::-1]))
-                channel = Channel(channel.transport, min(rates), channel.latency_s)
-            across = len({self.network.cluster_of_host[host] for host in distinct.tolist()}) > 1
-            local = self.network.local_of(distinct.tolist())
-            groups.append(_StageGroup(channel, local, -(-layout.data // len(distinct)), len(distinct), cards, across))
-            together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
-            tensors.append((self.network.group(together), len(together), self.network.local_of(together)))
-        routes = {}
-        if layout.pipeline > 1:
-            for rank in range(layout.pipeline):
-                following = (rank + 1) % layout.pipeline
-                for pair in ((rank, following), (following, rank)):
-                    routes[pair] = self._route(layout, *pair, ratio=self._activation_ratio)
-        shares = self.model.shared_bytes > 0 and layout.pipeline > 1
-        return _LayoutFacts(
-            speeds=tuple(float(self._speed[own].min()) for own in hosts),
-            product_s=tuple(float(self._product_s[own].max()) for own in hosts),
-            byte_s=tuple(float(self._byte_s[own].max()) for own in hosts),
-            memory=tuple(float(self._memory[own].min()) for own in hosts),
-            groups=tuple(groups),
-            tensor_channels=tuple(tensors),
-            routes=routes,
-            ends=self._route(layout, 0, layout.pipeline - 1) if shares else None,
-        )
-
-    def _route(
-        self, layout: Layout, source: int, target: int, ratio: Callable[[int, int], float] = lambda first, second: 1.0
-    ) -> Route:
-        """The slowest of the replicas' ways from one pipeline rank to another; ``ratio``: bytes sent for each byte."""
-        first = self._host[layout.devices_of(source)].ravel()
-        second = self._host[layout.devices_of(target)].ravel()
-        away = first != second
-        leaving, coming = np.bincount(first[away]), np.bincount(second[away])
-        cluster = self.network.cluster_of_host
-        pairs = list(zip(first.tolist(), second.tolist(), strict=True))
-        crossing = Counter((cluster[one], cluster[other]) for one, other in pairs if cluster[one] != cluster[other])
-        worst: tuple[float, Route] | None = None
-        for one, other in sorted(set(pairs)):
-            channel = self.network.between_hosts(one, other)
-            if channel.transport == LOCAL:
-                # every device has a way of its own inside the host
-                slowest = 1 / channel.bytes_per_s
-                route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
-            else:
-                sent = ratio(one, other)
-                byte_s, way = sent / channel.card_bytes_per_s, (cluster[one], cluster[other])
-                cards = [
-                    (f"{channel.transport} {one} out", leaving[one] * byte_s),
-                    (f"{channel.transport} {other} in", coming[other] * byte_s),
-                    *((_link(way), crossing[way] * sent / rate) for _, rate in channel.links),
-                ]
-                slowest = max(seconds for _, seconds in cards)
-                route = Route(channel.latency_s, tuple(cards), carried=sent)
-            if worst is None or slowest > worst[0]:
-                worst = slowest, route
-        assert worst is not None
-        return worst[1]
 
 
 def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: int, num_hosts: int) -> float:
@@ -614,11 +510,6 @@ def _shared_place(model: ModelCost) -> LayerCost:
     shared = model.shared_bytes
     trained = min(shared, model.before.trained_bytes, model.after.trained_bytes)
     return LayerCost(forward=0.0, backward=0.0, parameter_bytes=shared, gradient_bytes=trained)
-
-
-def _link(way: tuple[int, int]) -> str:
-    """The link from one cluster to another as a card, which all replicas share."""
-    return f"link {way[0]}>{way[1]}"
 
 
 def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tuple[float, ...]:

@@ -1,0 +1,173 @@
+"""LayoutFacts: what a layout means on a topology: how fast each pipeline rank is, how its replicas and neighbours reach each other.
+
+It follows from layout, network and devices alone, and knows nothing of the model's layers; cost_model.py multiplies. What goes through one
+card, or over one link between clusters, at a time shares it.
+
+    devices = Devices(network, speed=[1e12, 5e11], product_s=[0.0, 0.0], byte_s=[0.0, 0.0], memory_bytes=[4e10, 4e10])     # by host
+    facts = devices.facts(Layout(pipeline=2), ratio=lambda first, second: 1.0, joins_ends=False)
+    facts.speeds[1], facts.routes[0, 1].hops
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_holmes.plan.collective_cost import shared
+from lightning_holmes.plan.route import LOCAL, Channel, Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.simulator import Route
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroup:
+    """The replicas of one pipeline rank: how a reduction among them runs."""
+
+    channel: Channel  # already divided by who shares the cards
+    local: Channel  # inside a host
+    local_size: int
+    num_hosts: int
+    cards: tuple[str, ...]
+    across: bool = False  # they lie in several clusters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFacts:
+    """What follows from layout, network and devices alone."""
+
+    speeds: tuple[float, ...]  # work/s of the slowest device of each pipeline rank
+    product_s: tuple[float, ...]  # beside that, of each matrix product
+    byte_s: tuple[float, ...]  # of what other operators move in the device's memory
+    memory: tuple[float, ...]  # bytes of its smallest device
+    groups: tuple[StageGroup, ...]
+    tensor_channels: tuple[tuple[Channel, int, Channel], ...]  # over how many hosts, and inside one
+    routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    ends: Route | None = None  # between the first and the last pipeline rank, for gradients of what both need
+
+    def kind(self, rank: int) -> Hashable:
+        """The same for pipeline ranks on which a layer costs the same."""
+        return self.speeds[rank], self.product_s[rank], self.byte_s[rank], self.tensor_channels[rank]
+
+
+class Devices:
+    """A topology's devices, by what each host's can do.
+
+    Args:
+        speed: work a second of each host's devices, in the order of the network's hosts; the others likewise.
+        product_s, byte_s: seconds of a matrix product beside that, and of a byte that other operators move.
+        memory_bytes: of a device, what a plan may use.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        speed: Sequence[float],
+        product_s: Sequence[float],
+        byte_s: Sequence[float],
+        memory_bytes: Sequence[float],
+    ) -> None:
+        self._network = network
+        self._host = np.asarray(network.host_of_device)
+        self._speed, self._memory_bytes = np.asarray(speed), np.asarray(memory_bytes)
+        self._product_s, self._byte_s = np.asarray(product_s), np.asarray(byte_s)
+
+    @property
+    def number(self) -> int:
+        """Of devices."""
+        return len(self._host)
+
+    def hosts_of(self, layout: Layout, rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """(data, tensor) hosts that hold a pipeline rank's stages."""
+        return self._host[layout.devices_of(rank)]
+
+    def facts(self, layout: Layout, *, ratio: Callable[[int, int], float], joins_ends: bool) -> LayoutFacts:
+        """What a layout means here.
+
+        Args:
+            ratio: share of an activation's bytes that is sent from one host to another.
+            joins_ends: the first and the last pipeline rank have gradients of the same parameters.
+        """
+        assert layout.num_devices == self.number, (layout, self.number)
+        hosts = [self.hosts_of(layout, rank) for rank in range(layout.pipeline)]
+        rings: Counter[int] = Counter()  # reductions that leave a host at the same time
+        for own in hosts:
+            for column in range(layout.tensor):
+                distinct = np.unique(own[:, column])
+                if len(distinct) > 1:
+                    rings.update(distinct.tolist())
+        channels = [self._network.group(np.unique(own[:, 0]).tolist()) for own in hosts]
+        crossing = Counter(ends for channel in channels for ends, _ in channel.links * layout.tensor)  # over that link
+        groups, tensors = [], []
+        for own, channel in zip(hosts, channels, strict=True):
+            distinct = np.unique(own[:, 0])
+            cards: tuple[str, ...] = ()
+            if len(distinct) > 1:
+                sharers = max(rings[host] for host in distinct.tolist())
+                rates = [shared(channel.card_bytes_per_s, sharers)]
+                rates += [shared(rate, crossing[ends]) for ends, rate in channel.links]
+                cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
+                cards += tuple(_link(way) for ends, _ in channel.links for way in (ends, ends[::-1]))
+                channel = Channel(channel.transport, min(rates), channel.latency_s)
+            across = len({self._network.cluster_of_host[host] for host in distinct.tolist()}) > 1
+            local = self._network.local_of(distinct.tolist())
+            groups.append(StageGroup(channel, local, -(-layout.data // len(distinct)), len(distinct), cards, across))
+            together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
+            tensors.append((self._network.group(together), len(together), self._network.local_of(together)))
+        routes = {}
+        if layout.pipeline > 1:
+            for rank in range(layout.pipeline):
+                following = (rank + 1) % layout.pipeline
+                for pair in ((rank, following), (following, rank)):
+                    routes[pair] = self._route(layout, *pair, ratio=ratio)
+        return LayoutFacts(
+            speeds=tuple(float(self._speed[own].min()) for own in hosts),
+            product_s=tuple(float(self._product_s[own].max()) for own in hosts),
+            byte_s=tuple(float(self._byte_s[own].max()) for own in hosts),
+            memory=tuple(float(self._memory_bytes[own].min()) for own in hosts),
+            groups=tuple(groups),
+            tensor_channels=tuple(tensors),
+            routes=routes,
+            ends=self._route(layout, 0, layout.pipeline - 1) if joins_ends else None,
+        )
+
+    def _route(
+        self, layout: Layout, source: int, target: int, ratio: Callable[[int, int], float] = lambda first, second: 1.0
+    ) -> Route:
+        """The slowest of the replicas' ways from one pipeline rank to another; ``ratio``: bytes sent for each byte."""
+        first = self.hosts_of(layout, source).ravel()
+        second = self.hosts_of(layout, target).ravel()
+        away = first != second
+        leaving, coming = np.bincount(first[away]), np.bincount(second[away])
+        cluster = self._network.cluster_of_host
+        pairs = list(zip(first.tolist(), second.tolist(), strict=True))
+        crossing = Counter((cluster[one], cluster[other]) for one, other in pairs if cluster[one] != cluster[other])
+        worst: tuple[float, Route] | None = None
+        for one, other in sorted(set(pairs)):
+            channel = self._network.between_hosts(one, other)
+            if channel.transport == LOCAL:
+                # every device has a way of its own inside the host
+                slowest = 1 / channel.bytes_per_s
+                route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
+            else:
+                sent = ratio(one, other)
+                byte_s, way = sent / channel.card_bytes_per_s, (cluster[one], cluster[other])
+                cards = [
+                    (f"{channel.transport} {one} out", leaving[one] * byte_s),
+                    (f"{channel.transport} {other} in", coming[other] * byte_s),
+                    *((_link(way), crossing[way] * sent / rate) for _, rate in channel.links),
+                ]
+                slowest = max(seconds for _, seconds in cards)
+                route = Route(channel.latency_s, tuple(cards), carried=sent)
+            if worst is None or slowest > worst[0]:
+                worst = slowest, route
+        assert worst is not None
+        return worst[1]
+
+
+def _link(way: tuple[int, int]) -> str:
+    """The link from one cluster to another as a card, which all replicas share."""
+    return f"link {way[0]}>{way[1]}"
