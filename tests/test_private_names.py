@@ -22,12 +22,13 @@ OVERRIDDEN = {
     ("models/hf.py", "_apply"),
     ("models/lora.py", "_build"),  # of HFCausalLM
 }
-# Of other libraries: a named tuple's public methods, os's, argparse's, jsonargparse's, and what transformers' models have.
+# Of other libraries: a named tuple's public methods, os's and sys's documented ones, argparse's, jsonargparse's, and what transformers' models have.
 OTHERS = {
     "_fields",
     "_replace",
     "_asdict",
     "_exit",
+    "_current_frames",
     "_actions",
     "_subcommands_action",
     "_init_weights",

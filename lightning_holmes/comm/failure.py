@@ -19,6 +19,7 @@ from typing import Any
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.lost import is_lost
+from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
 
@@ -57,9 +58,10 @@ class FailureWatch:
         store: the job's key-value store.
         rank: this global rank.
         world_size: all ranks.
+        timeout_s: of transfers; None: none.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float | None = None) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store
         # ranks start the same runs in the same order, so each counts for itself and all have the same number
         self._run = self._store.add(f"holmes/runs/{rank}", 1)
@@ -77,6 +79,8 @@ class FailureWatch:
         """Fast cards of this rank; a run ends where one stays down."""
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
+        self.on_end: Callable[[str], None] = lambda line: None
+        """Called with what this rank says when it ends by a failure."""
         self._cause: Failure | None = None
         self._grace_s = _GRACE_S
         self._answered = time.monotonic()
@@ -84,6 +88,9 @@ class FailureWatch:
         self._well = self._released = False  # this rank's run has ended well; rank 0's, and the store may go
         self._kept_at = end_of(self._store)
         self._store_watch = StoreWatch(self._store, self._lose_store)
+        self.stalls = Stalls(
+            self._store, f"holmes/run/{self._run}", rank=rank, world_size=world_size, timeout_s=timeout_s
+        )
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
@@ -196,6 +203,16 @@ class FailureWatch:
             return UnevenDataError(words) if kind == UnevenDataError.__name__ else exception
         return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
 
+    def stall(self) -> str:
+        """Who keeps this rank waiting, as far as that is known; empty: nobody."""
+        if self._reachable() or self._kept_at is None:
+            return self.stalls.told
+        silent_s = time.monotonic() - self._answered
+        return (
+            f"the job's store at {self._kept_at[0]}:{self._kept_at[1]} has not answered for {silent_s:.0f} s: the process that keeps it, "
+            f"rank 0 or torchrun on its host, is stopped or swapped out, or its host is cut off"
+        )
+
     def stop(self) -> None:
         """End the thread, after a run that ended well.
 
@@ -233,6 +250,7 @@ class FailureWatch:
                 if self._look_at_cards():
                     return
                 self._compare_absence()
+                self.stalls.look()
                 self._leave()
                 self._cause = cause = self._look() or self._cause
                 self._answered = time.monotonic()
@@ -269,8 +287,11 @@ class FailureWatch:
     def _end_process(self, line: str) -> None:
         """Unless what this rank does ends by itself within a moment, as it mostly does when connections break."""
         if not self._stop.wait(self._grace_s):
-            print(line, file=sys.stderr, flush=True)
-            os._exit(1)
+            try:
+                print(line, file=sys.stderr, flush=True)
+                self.on_end(line)
+            finally:
+                os._exit(1)
 
 
 def _in_thread(act: Callable[[], None], *, timeout_s: float) -> None:

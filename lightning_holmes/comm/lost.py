@@ -40,11 +40,16 @@ def _is_of_libraries(exception: BaseException) -> bool:
     """Whether it came out of torch.distributed or of what waits for it here; torch's other code is between these and others."""
     for frame, _ in reversed(list(traceback.walk_tb(exception.__traceback__))):
         file = frame.f_code.co_filename
-        if file.startswith(_LIBRARIES):
+        if is_of_libraries(file):
             return True
         if not file.startswith(_TORCH):
             return False
     return False
+
+
+def is_of_libraries(file: str) -> bool:
+    """Whether code in ``file`` waits for connections: torch.distributed's, and what uses it here."""
+    return file.startswith(_LIBRARIES)
 
 
 @contextlib.contextmanager

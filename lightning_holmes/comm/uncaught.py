@@ -7,7 +7,12 @@ were given a line, and hands any other to the hook before it.
     raise error                                     # the line, and no traceback
 """
 
+import atexit
+import contextlib
+import logging
+import os
 import sys
+import threading
 from types import TracebackType
 
 _LINE = "_lightning_holmes_line"
@@ -45,3 +50,18 @@ def one_line(exception: BaseException) -> str:
     """Type and message, as the last line of a traceback has them, of which the first line."""
     message = str(exception).strip()
     return f"{type(exception).__name__}: {message.splitlines()[0]}" if message else type(exception).__name__
+
+
+def _end_beside_threads() -> None:
+    """Where an exception ends the process while a thread of this package still waits for others in torch's code: woken while the interpreter ends,
+    the thread would be unwound through code that lets nothing through, which aborts the process (exit code -6; Python 3.11)."""
+    waits = any(thread.daemon and thread.name.startswith("holmes") for thread in threading.enumerate())
+    if waits and isinstance(getattr(sys, "last_value", None), Exception):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_end_beside_threads)  # when it is imported, so that it comes after what others register later

@@ -107,7 +107,10 @@ class Connection:
         if several_hosts and is_first:
             announce(default_store(), rank=self.rank, host=host)
         if self.watch is None:
-            self.watch = FailureWatch(default_store(), self.rank, self.world_size)
+            timeout = self.options.timeout
+            self.watch = FailureWatch(
+                default_store(), self.rank, self.world_size, None if timeout is None else timeout.total_seconds()
+            )
             self._watch_cards(self.watch)
             if not self._has_groups:
                 self.watch.on_doubt = functools.partial(tell_blocked, rank=self.rank, world_size=self.world_size)
@@ -181,15 +184,19 @@ class Connection:
             yield
         except Exception as exception:
             cause = exception if self.watch is None else self.watch.explain(exception)
+            stall = "" if self.watch is None else self.watch.stall()
             if cause is not exception:
                 raise cause from None
+            if isinstance(exception, ConnectionLostError) and stall and stall not in str(exception):
+                exception.args = (f"{exception}. {stall}",)
             if isinstance(exception, HolmesError) or not is_lost(exception):
                 raise
             if where is None:
                 if not self.failed:
                     self._explain_blocked(exception)
                 raise
-            raise ConnectionLostError(describe_loss(f"on rank {self.rank} in {where()}", exception)) from exception
+            words = describe_loss(f"on rank {self.rank} in {where()}", exception)
+            raise ConnectionLostError(f"{words}. {stall}" if stall else words) from exception
 
     def _explain_blocked(self, exception: Exception) -> None:
         """Raise what is known of connections that cannot be made, where WORLD has failed before there are other groups."""
@@ -217,7 +224,7 @@ class Connection:
                 pass
         if self.watch is None:
             return
-        first = self.watch.report(said)
+        on_end, first = self.watch.on_end, self.watch.report(said)
         self.watch = None
         line = f"[rank {self.rank}] {one_line(said)}"
         if first is not None and first.rank != self.rank:
@@ -232,3 +239,4 @@ class Connection:
             show_as(exception, line)  # nobody answers: the place in the code says less than this
         elif said is not exception:
             print(line, file=sys.stderr, flush=True)
+        on_end(line)

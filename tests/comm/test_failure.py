@@ -7,7 +7,7 @@ import torch.distributed as dist
 from launch import launch, launch_raw
 from lost_connections import raise_in
 
-from lightning_holmes.comm import failure
+from lightning_holmes.comm import failure, uncaught
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.uncaught import line_of, one_line, show_as
 from lightning_holmes.errors import RemoteError
@@ -174,3 +174,24 @@ def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
         told.append(cards.lost())
         clock[0] += 1.0
     assert told[:5] == [None] * 5 and told[5] == f"the card ib0 went down ({tmp_path}/ib0/operstate says 'down')"
+
+
+@pytest.mark.parametrize(("name", "ends"), [("holmes-checkpoint", [1]), ("users", [])])
+def test_a_process_that_ends_by_an_exception_does_not_wait_to_be_aborted_by_a_thread_that_waits(
+    name: str, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(uncaught.os, "_exit", codes.append)
+    monkeypatch.setattr(uncaught.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(sys, "last_value", ValueError("here"), raising=False)
+    end = threading.Event()
+    others = [thread for thread in threading.enumerate() if not thread.name.startswith("holmes")]
+    monkeypatch.setattr(threading, "enumerate", lambda: [*others, thread])
+    thread = threading.Thread(target=end.wait, name=name, daemon=True)
+    thread.start()
+    uncaught._end_beside_threads()
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt())
+    uncaught._end_beside_threads()
+    end.set()
+    thread.join()
+    assert codes == ends

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_holmes.comm.failure import Failure
-from lightning_holmes.comm.uncaught import line_of
+from lightning_holmes.comm.uncaught import line_of, one_line
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, RemoteError
 from lightning_holmes.strategy.connection import Connection
 
@@ -19,6 +19,8 @@ def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watch:
     def __init__(self, first: Failure | None) -> None:
         self.first = first
+        self.noted: list[str] = []
+        self.on_end = self.noted.append
 
     def report(self, exception: BaseException) -> Failure | None:
         return self.first
@@ -46,7 +48,9 @@ def test_only_the_rank_that_fails_first_shows_a_traceback(
 ) -> None:
     connection: Any = Connection.__new__(Connection)
     connection.rank, connection.num_nodes, connection.watch = 2, 1, Watch(first)
+    noted = connection.watch.noted
     connection.report(exception, nullcontext)
+    assert noted == [f"[rank 2] {line or one_line(exception)}"]
     assert connection.failed and connection.watch is None
     assert line_of(exception) == (None if line is None else f"[rank 2] {line}")
 
