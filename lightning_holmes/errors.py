@@ -39,6 +39,10 @@ class CheckpointError(HolmesError, RuntimeError):
     """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
 
 
+class CheckpointDamagedError(CheckpointError):
+    """The bytes of a checkpoint are others than were written. The message names the file."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint where one was asked for. The message names the path."""
 

@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_holmes.checkpoint.history import Event, summary
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import group_rows
@@ -116,7 +117,8 @@ class RunRecord(Callback):
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
     The plan, and how gradients are summed, are known once the first batch has run; the latter may change: each choice goes
-    the same way, in CSVLogger's folder to gradient_sync.yaml.
+    the same way, in CSVLogger's folder to gradient_sync.yaml. A job that was started again gives its history: starts, faults, and the seconds that
+    they have cost, as `lightning-holmes status` shows them; in CSVLogger's folder history.txt.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
@@ -128,11 +130,16 @@ class RunRecord(Callback):
         if self._awaits_plan:
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
+            self._record_history(trainer, getattr(trainer.strategy, "history", []))
         choices = getattr(trainer.strategy, "gradient_sync_choices", [])
         if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
                 self._record_choices(logger, choices)
             self._recorded = len(choices)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._record_history(trainer, getattr(trainer.strategy, "history", []))
 
     def _record_choices(self, logger: Any, choices: list[SyncChoice]) -> None:
         """All choices so far, where a logger replaces what it has; else the new ones."""
@@ -158,6 +165,21 @@ class RunRecord(Callback):
                 writer: Any = logger.experiment
                 text = yaml.safe_dump(self.config, sort_keys=False)
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
+
+    def _record_history(self, trainer: Trainer, events: list[Event]) -> None:
+        """Of a job that was started again."""
+        lines = [event.line() for event in events]
+        if sum(event.kind == "start" for event in events) < 2:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, LightningWandbLogger):
+                logger.experiment.config.update({"history": [summary(events), *lines]}, allow_val_change=True)
+            elif isinstance(logger, TensorBoardLogger):
+                writer: Any = logger.experiment
+                writer.add_text("history", "".join(f"    {line}\n" for line in (summary(events), *lines)))
+            elif isinstance(logger, CSVLogger):
+                Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
+                (Path(logger.log_dir) / "history.txt").write_text("\n".join((summary(events), *lines, "")))
 
     def _record_plan(self, trainer: Trainer, plan: Plan | None) -> None:
         if plan is None:

@@ -22,7 +22,7 @@ from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
 from lightning_holmes.checkpoint.restricted import load_bytes
 from lightning_holmes.checkpoint.torch_file import Outlet, save_to
-from lightning_holmes.errors import CheckpointError
+from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 from lightning_holmes.torch_private import storage_info
 
 
@@ -202,7 +202,7 @@ class FolderReader:
     def _decode(self, entry: ValueEntry, data: bytes) -> Any:
         source = f"{self.folder or 'checkpoint'}/{entry.file} (bytes {entry.offset} to {entry.offset + entry.length})"
         if len(data) != entry.length or zlib.crc32(data) != entry.crc32:
-            raise CheckpointError(f"{source} is damaged: its checksum differs from the one in the manifest")
+            raise CheckpointDamagedError(f"{source} is damaged: its checksum differs from the one in the manifest")
         value = load_bytes(data, source)
         found = (str(value.dtype).removeprefix("torch."), tuple(value.shape)) if isinstance(value, Tensor) else None
         if found != (None if entry.dtype is None else (entry.dtype, entry.shape)):

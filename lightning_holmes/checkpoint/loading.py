@@ -15,7 +15,7 @@ from lightning_holmes.checkpoint import atomic, resume
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
 from lightning_holmes.checkpoint.manifest import PLAN, REST, Manifest, ValueEntry
 from lightning_holmes.checkpoint.restricted import damaged_records, load_bytes, load_file
-from lightning_holmes.errors import CheckpointError
+from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 from lightning_holmes.pipeline import tree
 
 
@@ -46,7 +46,7 @@ def load_folder(path: Path, rank: int, all_gather: Callable[[Any], list[Any]], *
         assert mine is not None
         mine_folder, manifest = mine
     if zlib.crc32(rest) != manifest.rest_crc32:
-        raise CheckpointError(f"{path / REST} is damaged: its checksum differs from the one in the manifest")
+        raise CheckpointDamagedError(f"{path / REST} is damaged: its checksum differs from the one in the manifest")
     providers = _providers(path, manifest, [present for _, present in holders])
     everywhere = all(present >= set(providers) for _, present in holders)
     reader = FolderReader(manifest, mine_folder, None if everywhere else NetworkFetch(rank, providers, all_gather))

@@ -22,13 +22,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.copies import Copies, partner_of
 from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.history import Event, History
 from lightning_holmes.checkpoint.manager import CheckpointManager, Job
 from lightning_holmes.checkpoint.manifest import REST, Manifest
 from lightning_holmes.checkpoint.parts import num_bytes, same_memory
@@ -37,11 +38,14 @@ from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "lightning_holmes"
-_MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS, _SAVED = "mutex", "lock", "attempt", "began", "step", "checkpoints"
+_MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS, _WHOLE = "mutex", "lock", "attempt", "began", "step", "whole"
+_SAVED, _HISTORY = "checkpoints", "history"
 _DIGITS = 20
 _READ = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"}
 """What a command names and a run does not write."""
 _ENDED_S = 3600.0  # a job none of whose processes lives is not started again later than this
+_ENDING_S = 45.0  # within which processes that a launcher has told to end are gone
+_PAUSE_S = 0.1
 _ROOM = 1.05  # of what is written, for headers and the manifest
 
 
@@ -75,21 +79,28 @@ class SnapshotFolder:
         base: the memory's; or what the user has named.
         name: of the job.
         fit: how many the process has begun before.
+        start: names this start of the job, the same on all its ranks.
 
     Attributes:
         path: the folder.
         began: when the first attempt at this fit began on this host, in seconds since the epoch; None: this is the first.
         reached: how many steps attempts before have done.
+        newest: the step of the newest snapshot that is known to have been whole, here or elsewhere; 0: none is.
+        history: of the job on this host.
+        is_first: this process was the first of its start of the job to come here; it notes what concerns all.
 
     Raises:
-        ConfigurationError: it cannot be made, or is somebody else's.
+        ConfigurationError: it cannot be made, is somebody else's, or another job of this name lives on this host.
     """
 
-    def __init__(self, base: Path, name: str, fit: int) -> None:
+    def __init__(self, base: Path, name: str, fit: int, start: str = "") -> None:
         self.base, self._job = base, base / name
         self.path = self._job / f"fit-{fit}"
+        self.history = History(self._job / _HISTORY)
+        self.is_first = False
         self.began: float | None = None
-        self.reached = 0
+        self._behind_since: float | None = None  # when the last of the steps was done that are to be done again
+        self.reached = self.newest = 0
         for other in base.glob(f"{_PREFIX}-{os.geteuid()}-*") if base.is_dir() else ():
             if other != self._job:
                 _remove_if_ended(other)
@@ -98,61 +109,94 @@ class SnapshotFolder:
             found = self._job.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 raise OSError("it is another user's, or others can write to it")
-            with _alone(self._job / _MUTEX):
-                attempt = self._begin_attempt()
-                self.path.mkdir(mode=0o700, exist_ok=True)
-                self._look_back(attempt)
+            end = time.monotonic() + _ENDING_S
+            while not self._begin(start):
+                if time.monotonic() > end:
+                    raise ConfigurationError(
+                        f"snapshot_every_n_steps: another job of the same name trains on host {socket.gethostname()}, or a process of this one's last "
+                        f"start is left there ({self._job}): two jobs that run at the same time need two names (torchrun --rdzv-id=..., or "
+                        f"another MASTER_PORT)"
+                    )
+                time.sleep(_PAUSE_S)
         except OSError as error:
             raise ConfigurationError(
                 f"snapshot_every_n_steps needs a folder in the memory of host {socket.gethostname()}, and {self._job} cannot be used: "
                 f"{error}. Name another one: HolmesStrategy(snapshot_folder=...)"
             ) from None
 
-    def _begin_attempt(self) -> int:
-        """Take the lock; the number of this attempt, which the first of its processes here counts."""
-        self._lock = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        path = self._job / _ATTEMPT
-        attempt = int(path.read_text()) if path.exists() else 0
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            attempt += 1
-            path.write_text(str(attempt))
-        except BlockingIOError:  # another rank, or this process for a fit before, has it
-            pass
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
-        return attempt
+    def _begin(self, start: str) -> bool:
+        """Take the lock, and be part of this attempt, which the first of its processes here counts. False: processes of another start of a job
+        of this name live."""
+        with _alone(self._job / _MUTEX):
+            lock, path = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600), self._job / _ATTEMPT
+            attempt, _, found = path.read_text().partition(" ") if path.exists() else ("0", "", start)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                attempt, self.is_first = str(int(attempt) + 1), True
+                _write(path, f"{attempt} {start}")
+            except BlockingIOError:  # another rank, or this process for a fit before, has it; or another job
+                if found != start:
+                    os.close(lock)
+                    return False
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            _locks.add(lock)
+            self._lock = lock
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._look_back(int(attempt))
+            return True
 
     def _look_back(self, attempt: int) -> None:
         """What attempts before this one have left of the fit."""
         path = self.path / _BEGAN
         if not path.exists():
-            path.write_text(str(attempt))
+            _write(path, str(attempt))
         elif int(path.read_text()) < attempt:
             self.began = path.stat().st_mtime
+            if self.is_first:
+                self._behind_since = (self.path / _PROGRESS).stat().st_mtime
         self._progress = os.open(self.path / _PROGRESS, os.O_CREAT | os.O_RDWR, 0o600)
         self.reached = int(os.pread(self._progress, _DIGITS, 0) or 0)
+        with contextlib.suppress(FileNotFoundError):
+            self.newest = int((self.path / _WHOLE).read_text() or 0)
 
     def note_step(self, step: int) -> None:
         """So many steps have been done."""
-        os.pwrite(self._progress, b"%0*d" % (_DIGITS, step), 0)
+        with contextlib.suppress(OSError):  # there is no room: a restart tells another number
+            os.pwrite(self._progress, b"%0*d" % (_DIGITS, step), 0)
+        if self._behind_since is not None and step > self.reached:
+            lost_s = time.time() - self._behind_since
+            self.history.note("caught up", f"step {self.reached} is done again, and step {step}", lost_s=lost_s)
+            self._behind_since = None
 
-    def note_checkpoint(self, path: str) -> None:
+    def note_whole(self, step: int) -> None:
+        """The snapshot of this step is whole on all hosts."""
+        with contextlib.suppress(OSError):
+            _write(self.path / _WHOLE, str(step))
+
+    def note_checkpoint(self, path: str, step: int) -> None:
         """A checkpoint of the fit has been saved."""
-        with (self.path / _SAVED).open("a") as file:
-            print(json.dumps(os.path.abspath(path)), file=file)
-
-    def saved_checkpoints(self) -> list[str]:
-        """Those that were noted, of attempts before too."""
         try:
-            return [str(json.loads(line)) for line in (self.path / _SAVED).read_text().splitlines()]
-        except FileNotFoundError:
-            return []
+            with (self.path / _SAVED).open("a") as file:
+                print(json.dumps([os.path.abspath(path), step]), file=file)
+        except OSError as error:
+            warnings.warn(f"{path} will not be found if this job is started again without a snapshot: {error}")
+
+    def saved_checkpoints(self) -> dict[str, int]:
+        """The steps of those that were noted, of attempts before too."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / _SAVED).read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # for which there was no room
+                    path, step = json.loads(line)
+                    found[path] = step
+        return found
 
     def clear(self) -> None:
         """Remove the snapshots of a fit that has ended well; the time of its beginning stays."""
-        for path in self.path.iterdir():
-            if path.is_dir():
-                atomic.delete(path)
+        with contextlib.suppress(FileNotFoundError):  # a rank of this host has ended already, and has removed all
+            for path in self.path.iterdir():
+                if path.is_dir():
+                    atomic.delete(path)
 
     def remove_at_exit(self, *, well: bool) -> None:
         """Have all that the job has here removed when the process ends without an exception, or not any more; other ranks of the host may do so
@@ -163,8 +207,21 @@ class SnapshotFolder:
 
     def release(self) -> None:
         """Let go of the lock, as the process's end does."""
+        _locks.discard(self._lock)
         os.close(self._lock)
         os.close(self._progress)
+
+
+_locks: set[int] = set()
+"""Which this process holds. Forked data workers, which may live longer than a killed process, hold none of them."""
+
+
+def _hold_none() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_hold_none)
 
 
 @contextlib.contextmanager
@@ -176,6 +233,13 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, though this process may be killed, or there is no room."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _remove_job(folder: Path) -> None:
@@ -193,6 +257,57 @@ def _remove_if_ended(folder: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOnHost:
+    """How far a fit has come, and when; and its snapshots here, newest first: steps, and when they were written."""
+
+    name: str
+    step: int
+    step_at: float
+    snapshots: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOnHost:
+    """What a job has in the memory of this host. ``lives``: one of its processes holds the lock."""
+
+    path: Path
+    lives: bool
+    fits: tuple[FitOnHost, ...]
+    events: list[Event]
+
+
+def jobs_on_host(base: Path) -> list[JobOnHost]:
+    """This user's jobs that have a folder in ``base``."""
+    jobs = []
+    for path in sorted(base.glob(f"{_PREFIX}-{os.geteuid()}-*")):
+        with contextlib.suppress(OSError):  # it is being removed
+            fits = [_fit_on_host(fit) for fit in sorted(path.glob("fit-*"))]
+            events = History(path / _HISTORY).read()
+            jobs.append(JobOnHost(path=path, lives=_lives(path), fits=tuple(fits), events=events))
+    return jobs
+
+
+def _fit_on_host(path: Path) -> FitOnHost:
+    progress = path / _PROGRESS
+    step_at = progress.stat().st_mtime
+    whole = [(int(p.name), p.stat().st_mtime) for p in path.iterdir() if p.name.isdigit()]
+    return FitOnHost(
+        name=path.name, step=int(progress.read_text() or 0), step_at=step_at, snapshots=tuple(sorted(whole)[::-1])
+    )
+
+
+def _lives(folder: Path) -> bool:
+    descriptor = os.open(folder / _LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def find_newest(folder: Path, all_gather: Callable[[Any], list[Any]]) -> tuple[Path, int] | None:
@@ -261,6 +376,7 @@ class SnapshotManager(CheckpointManager):
             warnings.warn(f"a snapshot was not written, and the one before it stays: {problems[0]}")
         if not problems and self._latest is not None:
             self.whole = self._latest
+            self._folder.note_whole(int(self.whole.name))
         self._latest = None
 
     def save_folder(self, job: Job, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:

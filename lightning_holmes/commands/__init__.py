@@ -12,6 +12,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "this host's network cards, or a job's clusters and links",
     ),
     "convert": ("lightning_holmes.commands.convert", "a checkpoint as a folder, a plain file or safetensors"),
+    "status": (
+        "lightning_holmes.commands.status",
+        "jobs with snapshots on this host: how far, which faults, what they cost",
+    ),
     "tokenize": ("lightning_holmes.commands.tokenize", "text as the token files that TokenFile reads"),
     "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),
     "optimizer-node": (

@@ -70,12 +70,11 @@ class RemoteReducer(LayeredReducer):
 
     def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
         about = {"tell": "gradient", "window": self.window, "is_last": self._is_last}
-        touched = frozenset(self._touched)
+        touched = [[name for name in part.names if name in self._touched] for part in parts]
         self.is_half_done |= self._is_last
 
         def push() -> None:
-            for part, buffer in self.shards.in_turn(parts, buffers):
-                names = [name for name in part.names if name in touched]
+            for part, names, buffer in zip(parts, touched, buffers, strict=True):
                 link, unit = self.shards.link_of(part)
                 aggregator = self.shards.aggregators.get(unit)
                 all_names = names if aggregator is None else aggregator.sum(unit, buffer, names, of=part.names)

@@ -25,7 +25,6 @@ from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
-from lightning_holmes.plan.node_routes import cut_in_units
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAST_VALUES_S = 10.0  # how long a run that has failed waits for the values of its last step
@@ -80,21 +79,17 @@ class RemoteParameters(StageShards):
         self._link_of: Mapping[int, NodeLink] = {}
         self._has_failed = False
 
-    def lay_out_units(
-        self, gradient_dtype: torch.dtype | None, *, master_weights: bool, num_nodes: int
-    ) -> dict[int, UnitLayout]:
+    def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
         """The units that nodes shall hold, numbered, in the order of the forward.
 
         Args:
-            num_nodes: a stage is cut into as many units, where it has as many parameters.
             master_weights: they hold and step low precision in fp32.
             gradient_dtype: in which gradients gather; None: each in its parameters' own.
         """
         for stage, ranks, names in self._grouped():
-            for own in cut_in_units({name: self.parameters[name].numel() for name in names}, num_nodes):
-                part = self._cut(own, stage, ranks)
-                part.shard = torch.zeros(0, dtype=part.dtype)
-                self._add(part, is_new=False)
+            part = self._cut(names, stage, ranks)
+            part.shard = torch.zeros(0, dtype=part.dtype)
+            self._add(part, is_new=False)
         self._make_buffers()
         order = sorted(range(len(self.parts)), key=lambda i: _place(self.parts[i].stage))
         return {
@@ -135,22 +130,9 @@ class RemoteParameters(StageShards):
         for name in part.names:
             self._let_go(name)
 
-    def in_turn(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
-        """These, node by node; each worker begins with another node, so that all nodes are busy. Where a worker speaks for others, all
-        have one order."""
-        pairs = list(zip(parts, buffers, strict=True))
-        if self.aggregators:
-            return pairs
-        by_node: dict[int, list[tuple[Part, Tensor]]] = {}
-        for pair in pairs:
-            by_node.setdefault(id(self.link_of(pair[0])[0]), []).append(pair)
-        of_nodes = list(by_node.values())
-        first = self.replica % max(1, len(of_nodes))
-        return [pair for of_node in (*of_nodes[first:], *of_nodes[:first]) for pair in of_node]
-
     def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Work:
         version = self.version
-        missing = [pair for pair in self.in_turn(parts, buffers) if not self._has(*pair)]
+        missing = [pair for pair in zip(parts, buffers, strict=True) if not self._has(*pair)]
 
         def bring() -> None:
             for part, buffer in missing:

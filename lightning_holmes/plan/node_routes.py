@@ -1,11 +1,11 @@
-"""How workers and optimizer nodes reach each other, from what is known of clusters and cards; and which node holds what. Pure.
+"""How workers and optimizer nodes reach each other, from what is known of clusters and cards. Pure.
 
 clusters_apart((0, 1, 2, 3), ["a", "a", "b", "b"], of_nodes=["a"], known=True)     # [(2, 3)]
 near_addresses(cluster, [("roce", "10.65.0.3/16")])                                # {"node0": "10.65.0.3", "node1": ...}
 """
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning_holmes.cluster.topology import Cluster
 
@@ -58,34 +58,4 @@ def near_addresses(cluster: Cluster, ports: Sequence[tuple[str, str]]) -> dict[s
         ]
         if alike:
             found[host.name] = alike[0]
-    return found
-
-
-def cut_in_units(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Whole parameters, by their elements, in at most ``count`` groups of about as many; those of a group in the order given."""
-    groups: list[set[str]] = [set() for _ in range(min(count, len(sizes)))]
-    loads = [0] * len(groups)
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        least = loads.index(min(loads))
-        groups[least].add(name)
-        loads[least] += sizes[name]
-    return [[name for name in sizes if name in group] for group in groups if group]
-
-
-def assign(num_bytes: Mapping[int, int], num_places: int, stage_of: Mapping[int, int | None]) -> dict[int, int]:
-    """A place for each unit, such that all hold about the same number of bytes, and the units of a stage lie in as many places as they
-    can: the largest first, where least is."""
-    loads = [0] * num_places
-    found = {}
-    stages: dict[int | None, list[int]] = {}
-    for index in num_bytes:
-        stages.setdefault(stage_of[index], []).append(index)
-    for units in sorted(stages.values(), key=lambda units: -sum(num_bytes[index] for index in units)):
-        free: set[int] = set()
-        for index in sorted(units, key=lambda index: (-num_bytes[index], index)):
-            free = free or set(range(num_places))
-            place = min(free, key=lambda place: (loads[place], place))
-            free.remove(place)
-            found[index] = place
-            loads[place] += num_bytes[index]
     return found

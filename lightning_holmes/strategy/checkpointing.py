@@ -294,6 +294,10 @@ class RunCheckpoints:
         if not self.is_ours(path) and not finding.is_folder(path):
             torch.cuda.empty_cache()
             return self.io.load_checkpoint(path, weights_only=weights_only)
+        return self.load_folder(path, weights_only=weights_only)
+
+    def load_folder(self, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+        """Likewise of what we have written, which this host may not have."""
         member = self.job.membership
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)

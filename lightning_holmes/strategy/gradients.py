@@ -226,9 +226,7 @@ def make_remote_gradients(
         queue=make_comm_queue(device),
         keeps=keeps,
     )
-    of_stages = clusters_of_stages(plan.placement, clusters)
-    num_nodes = len(nodes.share(of_stages)[groups.pipeline_rank])
-    units = remote.lay_out_units(dtype, master_weights=master_weights, num_nodes=num_nodes)
+    units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name
     marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
     links, place_of, node_clusters = nodes.open(
@@ -236,8 +234,7 @@ def make_remote_gradients(
         describe_optimizer(optimizer, names, marks)
         | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
-        clusters=of_stages,
-        stage_of={index: remote.parts[index].stage for index in units},
+        clusters=clusters_of_stages(plan.placement, clusters),
         num_workers=size,
         worker=rank,
         states=optimizer_states,

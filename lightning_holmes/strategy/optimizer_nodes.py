@@ -24,7 +24,7 @@ from lightning_holmes.optim.node.channel import Address, Channel
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, Listener, versions
-from lightning_holmes.plan.node_routes import assign, near_addresses
+from lightning_holmes.plan.node_routes import near_addresses
 
 _START_S = 120.0  # a node imports torch and this package
 _COME_S = 1800.0  # it may be started later than rank 0
@@ -104,12 +104,6 @@ class OptimizerNodes:
             addresses.append({EVERYWHERE: elsewhere} | {host: heard[address] for host, address in near.items()})
         return self._registry.secret, addresses, clusters
 
-    def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
-        """The nodes of each pipeline rank, which all come first. All ranks must call; see :meth:`open`."""
-        if not self._addresses:
-            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
-        return share_nodes(clusters, self._clusters)
-
     def open(
         self,
         units: Mapping[int, UnitLayout],
@@ -117,7 +111,6 @@ class OptimizerNodes:
         *,
         pipeline_rank: int,
         clusters: Sequence[str | None],
-        stage_of: Mapping[int, int | None],
         num_workers: int,
         worker: int,
         states: str,
@@ -128,18 +121,18 @@ class OptimizerNodes:
 
         Args:
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
-            stage_of: of each unit; None: several read it.
             states: HolmesStrategy's optimizer_states.
             module: the name of its class.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
         """
+        if not self._addresses:
+            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
         self._num_sessions += 1
-        by_rank = self.share(clusters)
+        by_rank = share_nodes(clusters, self._clusters)
         numbers = by_rank[pipeline_rank]
-        num_bytes = {index: unit.numel * unit.dtype.itemsize for index, unit in units.items()}
-        place_of = assign(num_bytes, len(numbers), stage_of)
+        place_of = assign({index: unit.numel * unit.dtype.itemsize for index, unit in units.items()}, len(numbers))
         links = []
         for place, number in enumerate(numbers):
             told = {
@@ -191,6 +184,16 @@ def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int
     """The nodes that hold the stages of a pipeline rank: with fewer nodes than ranks they take turns, with more a rank has several."""
     own = [number for number in range(num_nodes) if number % num_pipelines == pipeline_rank]
     return own or [pipeline_rank % num_nodes]
+
+
+def assign(num_bytes: Mapping[int, int], num_places: int) -> dict[int, int]:
+    """A place for each unit, such that all hold about the same number of bytes: the largest first, where least is."""
+    loads = [0] * num_places
+    found = {}
+    for index in sorted(num_bytes, key=lambda i: (-num_bytes[i], i)):
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += num_bytes[index]
+    return found
 
 
 class _Registry:

@@ -10,21 +10,28 @@ loaders are. A loader without a state of its own is brought there by loading aga
 numbers of then. Folders and files are checkpoint/snapshots.py's.
 """
 
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_holmes.checkpoint import Job as Membership
+from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.finding import newest_whole
+from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
 from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.comm.uncaught import one_line
+from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -91,6 +98,7 @@ class Snapshots:
         self._first_fetch: dict[str, Any] | None = None
         self._epoch: tuple[int, Any] | None = None
         self._resumed: Resumed | None = None
+        self._trains = False  # a batch has been trained
 
     # when
 
@@ -133,8 +141,10 @@ class Snapshots:
         self._taken_at = time.monotonic()
         self._pause_s = self._taken_at - begin
 
-    def take_last(self) -> None:
-        """Take one and wait until it is whole, before all leave."""
+    def take_last(self, why: str) -> None:
+        """Take one and wait until it is whole, before all leave, as they were told."""
+        if self.folder.is_first:
+            self.folder.history.note("told", f"all ranks end before the next batch: {why}")
         if (
             self.is_active
             and not self._is_accumulating
@@ -183,18 +193,26 @@ class Snapshots:
             find_checkpoint: the path for what ``ckpt_path`` may be, or None.
         """
         member, folder = self._member, self.folder
-        attempts = member.all_gather((folder.began, folder.reached))
-        reached = max(step for _, step in attempts)
+        attempts = member.all_gather((folder.began, folder.reached, folder.newest))
+        reached, known = (max(attempt[index] for attempt in attempts) for index in (1, 2))
+        saved: dict[str, int] = {}
+        for of_rank in member.all_gather(folder.saved_checkpoints()):
+            saved |= of_rank
         found = find_newest(folder.path, member.all_gather)
         if found is not None:
             path, step = found
+            later = self._later_checkpoint(path, step, saved, find_checkpoint, ckpt_path, known=known)
+            if later is not None:
+                self._tell(
+                    f"from {later}, which is newer than the snapshots that are left whole; {reached} steps were done"
+                )
+                return later
             self.manager.whole, self.chosen = path, str(path)
             self._tell(f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one: {path}")
             return self.chosen
-        began = [at for at, _ in attempts if at is not None]
+        began = [attempt[0] for attempt in attempts if attempt[0] is not None]
         if not began:
             return find_checkpoint(ckpt_path)
-        saved = {path for paths in member.all_gather(folder.saved_checkpoints()) for path in paths}
         newest = member.broadcast(newest_whole(saved))
         if newest is not None:
             self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
@@ -204,17 +222,59 @@ class Snapshots:
         )
         return find_checkpoint(ckpt_path)
 
+    def _later_checkpoint(
+        self,
+        snapshot: Path,
+        step: int,
+        saved: Mapping[str, int],
+        find_checkpoint: Callable[[Any], Any],
+        ckpt_path: Any,
+        *,
+        known: int,
+    ) -> Any:
+        """A checkpoint that is newer than ``snapshot``, where newer snapshots are lost: those of this fit that its hosts know, and the one that
+        SLURM's job has saved before it was requeued, on other hosts than these. All ranks must call."""
+        member = self._member
+        newer = [path for path, at in saved.items() if at > step] if known > step else []
+        found = member.broadcast(newest_whole(newer))
+        if found is not None or ckpt_path is not None or not SLURMEnvironment.detect():
+            return found
+        requeued = find_checkpoint(None)
+        if requeued is None or os.path.abspath(requeued) in saved:
+            return None
+        manifest = snapshot / MANIFEST
+        taken = max(member.all_gather(manifest.stat().st_mtime if manifest.exists() else 0.0))
+        is_newer = member.broadcast(os.path.exists(requeued) and os.stat(requeued).st_mtime > taken)
+        return requeued if is_newer else None
+
     def note_saved(self, checkpoint: Mapping[str, Any], path: Any) -> None:
         """A checkpoint was saved: one from which a fit can go on is noted."""
         if not self.is_taking and "optimizer_states" in checkpoint:
-            self.folder.note_checkpoint(str(path))
+            self.folder.note_checkpoint(str(path), checkpoint["global_step"])
 
     def _tell(self, where: str) -> None:
-        self._say(f"this job was started again, and goes on {where}")
+        words = f"this job was started again, and goes on {where}"
+        self._say(words)
+        if self.folder.is_first:
+            self.folder.history.note("resumed", words)
 
     def _say(self, words: str) -> None:
         if self._member.rank == 0:
             print(words, flush=True)
+
+    def fail(self, exception: BaseException) -> None:
+        """This rank has failed. A snapshot whose damage has shown when the fit was to go on from it is removed here, so that the next start goes on
+        from copies elsewhere, or from another one."""
+        if self._member.size == 1:  # others have a watch that notes it
+            self.folder.history.note("failed", one_line(exception))
+        if isinstance(exception, CheckpointDamagedError) and self.chosen is not None and not self._trains:
+            atomic.delete(Path(self.chosen))
+            print(
+                f"[rank {self._member.rank}] {self.chosen} is removed on this host; the next start of the job goes on from copies elsewhere, or "
+                f"from what was saved before",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def resume(self, loaded: Mapping[str, Any]) -> None:
         """Note what the snapshot that the fit begins from says.
@@ -274,6 +334,7 @@ class Snapshots:
             if self._member.size == 1 and self.is_due:
                 self.take()
             advance(fetcher)
+            self._trains = True
             self.folder.note_step(self._trainer.global_step)
 
         with Replacements() as changes:

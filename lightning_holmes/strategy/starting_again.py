@@ -4,8 +4,11 @@ snapshots = begin_snapshots(trainer, job, options, environment)      # every ran
 path = snapshots.choose(find_checkpoint, ckpt_path)
 """
 
+import functools
 import itertools
 import os
+import sys
+import uuid
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -22,6 +25,9 @@ from lightning_holmes.strategy.snapshots import Snapshots
 
 _fits = itertools.count()
 """Of this process, whichever trainer's: started again, it begins the same ones in the same order."""
+
+_START = uuid.uuid4().hex
+"""With the process's number, since a process may have been forked: names this start of the job, where the process is rank 0."""
 
 
 def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environment: ClusterEnvironment) -> Snapshots:
@@ -49,12 +55,17 @@ def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environme
     try:
         if options.snapshot_folder is not None:
             base.mkdir(parents=True, exist_ok=True)
-        folder = SnapshotFolder(base, name, connection.broadcast(next(_fits)))
+        fit, start = connection.broadcast((next(_fits), f"{_START}-{os.getpid()}"))
+        folder = SnapshotFolder(base, name, fit, start)
     except (ConfigurationError, OSError) as error:
         problem = str(error)
     problems = [said for said in connection.all_gather(problem) if said]
     if problems or folder is None:
         raise ConfigurationError(problems[0])
+    if folder.is_first:
+        folder.history.note("start", f"starts with {connection.world_size} ranks: {' '.join(sys.argv)}")
+    if connection.watch is not None:
+        connection.watch.on_end = functools.partial(folder.history.note, "failed")
     names = [job.topology.cluster_of_rank(rank).name for rank in range(connection.world_size)]
     manager = SnapshotManager(
         folder,

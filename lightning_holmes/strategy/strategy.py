@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.checkpoint import CheckpointManager
+from lightning_holmes.checkpoint.history import Event
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
@@ -329,6 +330,11 @@ class HolmesStrategy(ParallelStrategy):
         """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
         return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
 
+    @property
+    def history(self) -> list[Event]:
+        """What has happened to this job, on this host, if the present fit takes snapshots: starts, faults, seconds lost."""
+        return [] if self._snapshots is None else self._snapshots.folder.history.read()
+
     # processes
 
     def _configure_launcher(self) -> None:
@@ -479,6 +485,8 @@ class HolmesStrategy(ParallelStrategy):
         self._resumption.weights, self._resumption.optimizers = None, []
         if self._connection is not None:
             self._connection.report(exception, self._explaining)
+        if self._snapshots is not None:
+            self._snapshots.fail(exception)
 
     def teardown(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed; take back what was changed.
@@ -676,11 +684,13 @@ class HolmesStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's checkpoint, of either format and any layout; all ranks must call."""
-        ours = self._checkpoints
-        load = super().load_checkpoint if ours is None else ours.load
-        loaded = load(checkpoint_path, weights_only=weights_only)
-        if self._snapshots is not None and checkpoint_path == self._snapshots.chosen:
-            self._snapshots.resume(loaded)
+        ours, snapshots = self._checkpoints, self._snapshots
+        if ours is None:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if snapshots is None or checkpoint_path != snapshots.chosen:
+            return ours.load(checkpoint_path, weights_only=weights_only)
+        loaded = ours.load_folder(checkpoint_path, weights_only=weights_only)
+        snapshots.resume(loaded)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,6 +1,8 @@
 """Where snapshots are: whose folders they are, which are removed, what of them is held together, and who keeps copies."""
 
+import errno
 import os
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest, job_name
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, _locks, find_newest, job_name
 from lightning_holmes.errors import ConfigurationError
 
 _NAME = f"lightning_holmes-{os.geteuid()}-a"
@@ -91,6 +93,58 @@ def test_what_an_attempt_before_has_left_is_told_from_this_ones(tmp_path: Path) 
     assert [(rank.began, rank.reached) for rank in again] == [(at, 12)] * 2
     assert SnapshotFolder(tmp_path, _NAME, 1).began is not None
     assert SnapshotFolder(tmp_path, _NAME, 2).began is None, "to which no attempt has come"
+
+
+def test_two_jobs_of_one_name_do_not_share_a_folder_and_a_forked_worker_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_holmes.checkpoint.snapshots._ENDING_S", 0.3)
+    first = SnapshotFolder(tmp_path, _NAME, 0, "first")
+    assert SnapshotFolder(tmp_path, _NAME, 0, "first").began is None, "another rank"
+    with pytest.raises(ConfigurationError, match=r"another job of the same name trains on host.*two names"):
+        SnapshotFolder(tmp_path, _NAME, 0, "second")
+    told, tells = os.pipe()
+    worker = os.fork()
+    if worker == 0:  # a data worker, whose process lives longer than the one that is killed
+        os.read(told, 1)
+        os._exit(0)
+    try:
+        for lock in list(_locks):
+            os.close(lock)
+            _locks.discard(lock)
+        assert SnapshotFolder(tmp_path, _NAME, 0, "second").began is not None
+    finally:
+        os.write(tells, b"x")
+        os.waitpid(worker, 0)
+    assert first.path.is_dir()
+
+
+def test_what_another_rank_of_the_host_has_removed_already_is_no_failure(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path, _NAME, 0)
+    save(folder.path, 3)
+    folder.clear()
+    assert [path for path in folder.path.iterdir() if path.is_dir()] == []
+    shutil.rmtree(folder.path.parent)
+    folder.clear()
+
+
+def test_notes_that_there_is_no_room_for_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SnapshotFolder(tmp_path, _NAME, 0)
+    folder.note_checkpoint("first.ckpt", 3)
+    with (folder.path / "checkpoints").open("a") as file:
+        file.write('["torn.ck')
+    assert folder.saved_checkpoints() == {os.path.abspath("first.ckpt"): 3}
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    folder.note_step(4)
+    folder.note_whole(3)
+    with pytest.warns(UserWarning, match=r"second.ckpt will not be found.*no room"):
+        folder.note_checkpoint("second.ckpt", 6)
 
 
 def test_the_newest_snapshot_is_one_whose_parts_the_hosts_have_together(tmp_path: Path) -> None:

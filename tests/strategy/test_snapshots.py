@@ -11,10 +11,11 @@ import random
 import re
 import shutil
 import signal
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import Job
+from lightning_holmes.checkpoint.file_systems import FileSystems
+from lightning_holmes.checkpoint.meeting import Meeting
+from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
 
@@ -40,6 +45,19 @@ def job(size: int, folder: Path, name: str, *, codes: set[int] | None = None, **
 
 def weights(size: int, folder: Path, name: str) -> list[str]:
     return [pickle.loads((folder / name / f"result{rank}").read_bytes()) for rank in range(size)]
+
+
+def save_snapshot(folder: Path, step: int) -> None:
+    FolderSave(
+        target=folder / str(step),
+        token=f"{step:08x}",
+        file_systems=FileSystems(of_rank=(0,)),
+        values={("state_dict", "w"): torch.zeros(4)},
+        order=["w"],
+        num_optimizers=0,
+        rest=b"rest",
+        plan="",
+    ).run(Meeting(None, 0, 1, "test", timedelta(seconds=5)))
 
 
 def losses(folder: Path, name: str, rank: int = 0) -> dict[int, Any]:
@@ -143,6 +161,40 @@ def test_without_a_whole_snapshot_a_job_goes_on_from_its_own_newest_checkpoint_a
     assert "step=6-v1.ckpt, since no snapshot is left whole; 8 steps were done" in last.output
     assert min(losses(tmp_path, "last")) == 7
     assert not list(memory.iterdir())
+
+
+def test_a_snapshot_that_is_left_of_long_ago_does_not_beat_a_checkpoint_that_was_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, saved = SnapshotFolder(tmp_path, "job", 0), tmp_path / "step=5.ckpt"
+    torch.save({"global_step": 5}, saved)
+    save_snapshot(folder.path, 3)
+
+    def chosen(ckpt_path: Any = None) -> str:
+        taken = Snapshots(
+            cast(Any, None),
+            cast(Any, SimpleNamespace(whole=None)),
+            folder,
+            every=3,
+            device=torch.device("cpu"),
+            member=Job(),
+        )
+        return Path(taken.choose(lambda path: str(requeued), ckpt_path)).name
+
+    requeued = tmp_path / "hpc_ckpt_1.ckpt"
+    folder.note_checkpoint(str(saved), 5)
+    assert chosen() == "3", "nothing newer was lost"
+    folder.newest = 6
+    assert chosen() == "step=5.ckpt", "the snapshot of step 6 was lost"
+    saved.unlink()
+    assert chosen() == "3"
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "job")
+    requeued.touch()
+    assert chosen() == requeued.name, "it was saved on other hosts since"
+    assert chosen(str(saved)) == "3"
+    folder.note_checkpoint(str(requeued), 3)
+    assert chosen() == "3", "it is of the same moment"
 
 
 def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(monkeypatch: pytest.MonkeyPatch) -> None:

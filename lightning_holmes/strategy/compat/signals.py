@@ -95,17 +95,24 @@ class BatchSignals(Replacements):
         if wanted in (_END, _INTERRUPT):
             dist.barrier()
             if self._snapshots is not None:
-                self._snapshots.take_last()
+                self._snapshots.take_last("Ctrl-C" if wanted == _INTERRUPT else "SIGTERM")
             self.ends_together = True
             if wanted == _INTERRUPT:
                 raise KeyboardInterrupt
             self._connector.received_sigterm = True
             goes_on = self._snapshots is not None and not self._told_to_end
+            if goes_on:
+                print(
+                    f"[rank {dist.get_rank()}] ends before the next batch, since another rank was told to by SIGTERM, with {_LEFT_BEHIND}, so "
+                    f"that a launcher starts it again",
+                    file=sys.stderr,
+                    flush=True,
+                )
             raise SIGTERMException(_LEFT_BEHIND) if goes_on else SIGTERMException
         if wanted == _REQUEUE:
             self._told_to_requeue = None
             if self._snapshots is not None:
-                self._snapshots.take_last()
+                self._snapshots.take_last("it is requeued")
             self._save_and_requeue(wanted, None)
         elif (self._told_to_end or self._interrupted) and self._watch is not None:
             self._watch.ask_to_end()
