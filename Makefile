@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install python demo test oldest bench exhaustive lint docs clean
+.PHONY: help install python demo test oldest bench exhaustive soak lint docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,11 @@ bench: install ## measure speeds and compare them with what is promised; alone o
 
 exhaustive: install ## run every case of the large products (hours), and log each in runs/exhaustive.log
 	HOLMES_EXHAUSTIVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract tests/checkpoint/test_kills.py
+
+SOAK ?= --minutes 60 --steps 10000
+
+soak: install ## random faults on jobs that are started again (an hour; SOAK="--seed 5 --runs 1": one again)
+	$(BIN)/python tests/soak/soak.py $(SOAK)
 
 lint: install ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ import pytest
 from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
 
+from lightning_holmes.cluster.testbed import find_problem
+
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
@@ -27,6 +29,16 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def testbed_works() -> None:
+    """Skips where this machine cannot carry a testbed (it takes root and namespaces); with HOLMES_REQUIRE_TESTBED=1 that is a failure."""
+    problem = find_problem()
+    if problem is not None:
+        if os.environ.get("HOLMES_REQUIRE_TESTBED") == "1":
+            pytest.fail(f"HOLMES_REQUIRE_TESTBED=1, but: {problem}")
+        pytest.skip(problem)
 
 
 LONGEST = (

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,19 +85,8 @@ def launch_raw(
     port, pids = free_port(), {}
     started = time.monotonic()
     for rank in range(world_size):
-        env = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_RUN_ID": "test",
-        }
-        env |= environment(rank) if environment is not None else {}
-        pids[rank] = _nursery().start(folder, rank, env)
+        given = environment(rank) if environment is not None else {}
+        pids[rank] = start_worker(folder, rank, world_size, port, given)
     ended: dict[int, float] = {}
     try:
         while len(ended) < world_size and time.monotonic() - started < timeout_s:
@@ -118,6 +107,24 @@ def launch_raw(
         )
         for rank in pids
     ]
+
+
+def start_worker(
+    folder: Path, rank: int, world_size: int, port: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Start one rank, whose result, log and exit code come into ``folder``, where "payload" says what it does; its process id."""
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    return _nursery().start(folder, rank, env | dict(environment or {}))
 
 
 class Nursery:

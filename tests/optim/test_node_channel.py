@@ -14,7 +14,7 @@ from lightning_holmes.optim.node.channel import Channel, decode, encode
 from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, describe_optimizer, find_class
 from lightning_holmes.optim.node.server import Listener
 from lightning_holmes.optim.node.unit import Unit
-from lightning_holmes.strategy.optimizer_nodes import cluster_of, nodes_of, share_nodes
+from lightning_holmes.strategy.optimizer_nodes import assign, cluster_of, nodes_of, share_nodes
 
 SECRET = "known to both"
 
@@ -179,3 +179,5 @@ def test_nodes_are_shared_out() -> None:
     assert share_nodes(["a", "b"], ["a"]) == [[0], [0]], "where there is no other"
     hosts = [OptimizerHost(name="cpu.example.org", cluster="a"), OptimizerHost(name="far")]
     assert [cluster_of(name, hosts) for name in ("cpu", "cpu.example.org", "far", "who")] == ["a", "a", None, None]
+    places = assign({0: 10, 1: 40, 2: 30, 3: 20}, 2)
+    assert places == {1: 0, 2: 1, 3: 1, 0: 0}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic
-from lightning_holmes.plan.node_routes import assign, clusters_apart, cut_in_units, near_addresses
+from lightning_holmes.plan.node_routes import clusters_apart, near_addresses
 
 TWO_AND_TWO = ["a", "a", "b", "b"]
 
@@ -43,22 +43,3 @@ def test_a_node_is_reached_over_the_fastest_card_that_is_in_its_network() -> Non
     )
     ports = [("roce", "10.1.0.7/16"), ("roce", "10.2.0.7/16"), ("infiniband", "10.3.0.7/16")]
     assert near_addresses(Cluster(name="a", hosts=hosts), ports) == {"two": "10.2.0.7"}
-
-
-def test_a_stage_is_cut_in_whole_parameters_for_as_many_nodes() -> None:
-    sizes = {"norm": 1, "qkv": 30, "out": 10, "up": 40, "down": 40}
-    assert cut_in_units(sizes, 1) == [list(sizes)]
-    assert cut_in_units(sizes, 2) == [["qkv", "up"], ["norm", "out", "down"]]
-    assert cut_in_units(sizes, 4) == [["up"], ["down"], ["qkv"], ["norm", "out"]]
-    assert cut_in_units({"a": 1}, 3) == [["a"]]
-
-
-def test_units_of_a_stage_lie_on_different_nodes_and_all_nodes_hold_as_much() -> None:
-    stage_of = {unit: unit // 2 for unit in range(8)}
-    num_bytes = {unit: 70 if unit % 2 else 50 for unit in range(8)}
-    places = assign(num_bytes, 2, stage_of)
-    assert all({places[2 * stage], places[2 * stage + 1]} == {0, 1} for stage in range(4))
-    loads = [sum(num_bytes[unit] for unit in places if places[unit] == place) for place in (0, 1)]
-    assert loads == [240, 240]
-    assert assign({0: 10, 1: 40, 2: 30, 3: 20}, 2, {0: 0, 1: 1, 2: 2, 3: None}) == {1: 0, 2: 1, 3: 1, 0: 0}
-    assert sorted(assign({0: 1, 1: 1, 2: 1}, 2, dict.fromkeys(range(3))).values()) == [0, 0, 1], "more units than nodes"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ class Counted(CountedDataModule):
 
 
 class Net(LightningModule):
-    def __init__(self, kill: dict[str, Any]) -> None:
+    def __init__(self, kill: dict[str, Any], in_step: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self.in_step = in_step
         self.layers = nn.Sequential(
             *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
         )
@@ -65,6 +67,7 @@ class Net(LightningModule):
         self.kill = kill
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.in_step()
         if self.kill and (self.trainer.strategy.cluster_environment.global_rank(), self.trainer.global_step) == (
             self.kill["rank"],
             self.kill["step"],
@@ -92,8 +95,10 @@ class Losses(Callback):
             print(json.dumps([trainer.global_step, trainer.current_epoch, batch_idx, loss]), file=file)
 
 
-def train(options: dict[str, Any]) -> str:
-    """One fit; the digest of the final weights on every rank."""
+def train(
+    options: dict[str, Any], callbacks: Sequence[Callback] = (), in_step: Callable[[], None] = lambda: None
+) -> str:
+    """One fit; the digest of the final weights on every rank. ``in_step`` is called in each microbatch."""
     torch.set_num_threads(1)
     folder, rank = Path(options["folder"]), os.environ["RANK"]
     seed_everything(11, verbose=False)
@@ -103,7 +108,7 @@ def train(options: dict[str, Any]) -> str:
         "gradient_sync": "all_reduce",
         "bucket_bytes": 1 << 20,
     } | options.get("strategy", {})
-    workers = options.get("workers", 0)
+    workers, steps = options.get("workers", 0), options.get("steps", STEPS)
     checkpoints = options.get("checkpoints")
     kept = [ModelCheckpoint(checkpoints, save_top_k=-1, every_n_train_steps=3)] if checkpoints else []
     trainer = Trainer(
@@ -111,25 +116,25 @@ def train(options: dict[str, Any]) -> str:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=HolmesStrategy(snapshot_folder=options.get("snapshots"), **given),
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         val_check_interval=2,
         limit_val_batches=1,
         logger=False,
-        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept],
+        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept, *callbacks],
         enable_checkpointing=bool(kept),
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
-    module = Net(options.get("kill", {}))
+    module = Net(options.get("kill", {}), in_step)
     if options.get("counted"):
         trainer.fit(module, datamodule=Counted())
         torch.save(module.state_dict(), folder / f"weights.{options['name']}.{rank}")
     else:
         trainer.fit(module, data, DataLoader(Noisy(), batch_size=8))
-    assert trainer.global_step == STEPS
+    assert trainer.global_step == steps
     digest = hashlib.sha256()
     for value in module.state_dict().values():
         digest.update(value.numpy().tobytes())

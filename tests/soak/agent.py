@@ -1,0 +1,387 @@
+"""A launcher that starts a job again and again, as torchrun does, while faults strike it; and what became of the job.
+
+    with Hosts(folder, layout) as hosts:
+        report = Run(case, hosts, folder).go()
+    report.outcome              # "well", or what is wrong: a hang, other weights, a file that stays, an end without a word
+
+The ranks are processes of this machine; each of the layout's hosts has a small memory file system of its own for snapshots, and all share
+one for checkpoints.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from faults import LASTS, STEPS, Case, Fault, Layout
+from launch import free_port, start_worker
+
+TIMEOUT_S = 15.0  # of the strategy
+_LIMIT_S = 100.0  # an attempt that takes longer hangs
+_STEP_S = 0.2  # beside that, of each step
+_SPARED_S = 30.0  # torchrun's patience with ranks that it has sent SIGTERM
+_MEMORY = "4m"
+_ALIKE = {"partition": "uniform"}  # whatever the machine does beside
+_MORE_ATTEMPTS = 3
+_MORE_MB = 10.0  # of memory: what an allocator may keep more
+_UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
+_CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
+_TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # said by those who were told
+
+
+@dataclass
+class Struck:
+    """A fault that has come to pass: in which attempt, when, how far training had come, and what became of it."""
+
+    fault: Fault
+    attempt: int
+    at: float
+    ended_s: float | None = None
+    """Seconds until all ranks had ended; None: the attempt went on."""
+    lost_s: float | None = None
+    """Seconds until training had come further than before; None: another fault came between."""
+
+
+@dataclass
+class Report:
+    case: Case
+    outcome: str = "well"
+    struck: list[Struck] = field(default_factory=list)
+    attempts: int = 0
+    seconds: float = 0.0
+    output: str = ""
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
+        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.seconds:.0f} s, lost: {lost or '-'}"
+
+
+class Hosts:
+    """The file systems of a layout, while entered."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.folder, self.layout = folder, layout
+        self.seen = folder / "memory"
+        self.own = [folder / f"memory.{host}" for host in range(layout.hosts)]
+        self.checkpoints = folder / "checkpoints"
+        self._mounts = contextlib.ExitStack()
+
+    def __enter__(self) -> "Hosts":
+        self.seen.mkdir(parents=True)
+        for path in (*self.own, self.checkpoints):
+            path.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_MEMORY}", "soak", path], check=True, timeout=10)
+            self._mounts.callback(subprocess.run, ["umount", "-l", path], check=True, timeout=10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mounts.close()
+
+    @staticmethod
+    def fill(path: Path) -> None:
+        """Leave no room."""
+        with (path / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65536)
+
+    @staticmethod
+    def free(path: Path) -> None:
+        (path / "filler").unlink(missing_ok=True)
+
+    def lose(self, host: int) -> None:
+        """The host has been switched off."""
+        for path in self.own[host].glob("*/"):
+            shutil.rmtree(path)
+
+    def damage(self, host: int, *, cut: bool, chance: int) -> None:
+        """Cut off a file of the host's newest snapshot, or change a byte of it."""
+        steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: int(p.name))
+        files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
+        if files:
+            path = files[chance % len(files)]
+            data = bytearray(path.read_bytes())
+            place = chance % len(data)
+            data[place] ^= 0 if cut else 0xFF
+            path.write_bytes(data[:place] if cut else data)
+
+
+class Attempt:
+    """One start of the job."""
+
+    def __init__(self, run: "Run", number: int, faults: tuple[Fault, ...]) -> None:
+        self.run, self.layout, self.faults = run, run.case.layout, faults
+        self.folder = run.folder / f"attempt{number}"
+        self.number = number
+        self.struck: list[Struck] = []
+        self.codes: dict[int, int] = {}
+        self.signalled: set[tuple[int, int]] = set()
+        self.hung: list[int] = []
+        self._due: dict[int, float] = {}
+        self._later: list[tuple[float, Any]] = []
+
+    def go(self) -> None:
+        run, size = self.run, self.layout.size
+        self.folder.mkdir()
+        given = [asdict(fault) | {"index": index} for index, fault in enumerate(self.faults)]
+        payload = run.options | {"folder": str(self.folder), "name": "soak", "faults": given}
+        (self.folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", payload)))
+        port = free_port()
+        self.pids = {}
+        for rank in range(size):
+            self.pids[rank] = start_worker(self.folder, rank, size, port)
+        began = time.monotonic()
+        limit_s = _limit_s(self.layout) + len(self.faults) * 5.0
+        first_end: float | None = None
+        while len(self.codes) < size:
+            now = time.monotonic()
+            self._strike(now)
+            for when, act in [item for item in self._later if item[0] <= now]:
+                act()
+                self._later.remove((when, act))
+            for rank in self.pids.keys() - self.codes.keys():
+                path = self.folder / f"exit{rank}"
+                if path.exists():
+                    self.codes[rank] = int(path.read_text())
+                    if self.codes[rank] and first_end is None:
+                        first_end = now
+                        self._end_host_of(rank, now)
+            if now - began > limit_s and not self.hung:
+                self.hung = sorted(self.pids.keys() - self.codes.keys() - self.stopped)
+                self._signal(signal.SIGKILL, list(self.pids))
+            time.sleep(0.005)
+        for _, act in self._later:
+            act()
+
+    @property
+    def is_done(self) -> bool:
+        """All ranks have trained to the end."""
+        return all(code == 0 and (self.folder / f"result{rank}").exists() for rank, code in self.codes.items())
+
+    @property
+    def stopped(self) -> set[int]:
+        return {s.fault.rank for s in self.struck if s.fault.kind == "hang"}
+
+    def _end_host_of(self, rank: int, now: float) -> None:
+        """As a host's torchrun, whose rank has failed, ends the others there. Those of other hosts notice by themselves."""
+        others = [r for r in self.layout.ranks_of(self.layout.host_of(rank)) if r != rank]
+        self._later.append((now + 0.1, lambda: self._signal(signal.SIGTERM, others)))
+        self._later.append((now + _SPARED_S, lambda: self._signal(signal.SIGKILL, others)))
+        for stopped in self.stopped:  # its own torchrun hears of the failure by the rendezvous
+            self._later.append((now + 1.0, lambda r=stopped: self._signal(signal.SIGKILL, [r])))
+
+    def _signal(self, number: int, ranks: list[int]) -> None:
+        for rank in ranks:
+            if rank not in self.codes:
+                self.signalled.add((rank, -number))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], number)
+
+    def _strike(self, now: float) -> None:
+        for index, fault in enumerate(self.faults):
+            if index not in self._due and (self.folder / f"reached.{index}").exists():
+                self._due[index] = now + fault.delay_s
+            if self._due.get(index, now + 1) <= now:
+                self._due[index] = float("inf")
+                self.struck.append(Struck(fault, self.number, time.time()))
+                self._act(fault, now)
+                (self.folder / f"struck.{index}").touch()
+
+    def _act(self, fault: Fault, now: float) -> None:
+        hosts, host = self.run.hosts, self.layout.host_of(fault.rank)
+        fellows, everyone = self.layout.ranks_of(host), list(range(self.layout.size))
+        kind = fault.kind
+        if kind in ("kill", "kill and tear", "kill and flip"):
+            self._signal(signal.SIGKILL, [fault.rank])
+        elif kind in ("kill host", "lose host"):
+            self._signal(signal.SIGKILL, fellows)
+        elif kind == "SIGTERM":
+            self._signal(signal.SIGTERM, fellows)
+        elif kind == "SIGINT":
+            self._signal(signal.SIGINT, everyone)
+        elif kind == "SIGINT to one":
+            self._signal(signal.SIGINT, [fault.rank])
+        elif kind in ("stop", "hang"):
+            self._signal(signal.SIGSTOP, [fault.rank])
+            if kind == "stop":
+                self._later.append((now + fault.seconds, lambda: self._signal(signal.SIGCONT, [fault.rank])))
+        elif kind.startswith("full"):
+            path = hosts.own[host] if kind == "full snapshots" else hosts.checkpoints
+            hosts.fill(path)
+            self._later.append((now + fault.seconds, lambda: hosts.free(path)))
+        else:
+            assert kind == "raise"
+
+    def after_end(self) -> None:
+        """What becomes of the hosts when all processes have ended."""
+        for struck in self.struck:
+            host = self.layout.host_of(struck.fault.rank)
+            if struck.fault.kind == "lose host":
+                self.run.hosts.lose(host)
+            elif struck.fault.kind in ("kill and tear", "kill and flip"):
+                chance = self.run.case.seed * 7919
+                self.run.hosts.damage(host, cut=struck.fault.kind == "kill and tear", chance=chance)
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"log{rank}").read_text(errors="replace")
+
+    def pace(self) -> list[tuple[int, float]]:
+        """Steps that rank 0 has done, and when."""
+        path = self.folder / "pace.0"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(step), float(at)) for step, at in map(str.split, lines)]
+
+    def wrong(self) -> str:
+        """What may not be, however the attempt ended."""
+        if self.hung:
+            return f"ranks {self.hung} hang in attempt {self.number}"
+        together = any(_TOGETHER.search(self.output(rank)) for rank in self.codes)
+        for rank, code in self.codes.items():
+            told = self.output(rank)
+            if _UGLY.search(told) or (code < 0 and (rank, code) not in self.signalled):
+                return f"rank {rank} ended by signal {-code} in attempt {self.number}"
+            if code > 0 and not _CLEAR.search(told) and not together:
+                return f"rank {rank} ended with {code} and without a word in attempt {self.number}"
+        if not self.struck and not self.is_done:
+            return f"attempt {self.number} ended without a fault"
+        return ""
+
+
+class Run:
+    """A case, from its first start to its end."""
+
+    def __init__(self, case: Case, hosts: Hosts, folder: Path) -> None:
+        self.case, self.hosts, self.folder = case, hosts, folder
+        layout = case.layout
+        self.options = layout.options | {
+            "snapshots": str(hosts.seen),
+            **({"checkpoints": str(hosts.checkpoints)} if steps_of(layout) < LASTS else {}),
+            "memory_of_rank": [str(hosts.own[layout.host_of(rank)]) for rank in range(layout.size)],
+            "strategy": {
+                "snapshot_every_n_steps": case.every,
+                "timeout": timedelta(seconds=TIMEOUT_S),
+                **_ALIKE,
+                **layout.options["strategy"],
+            },
+        }
+
+    def go(self, expected: "Expected") -> Report:
+        """Start the job until it has ended well, and compare with a run without faults."""
+        report, began = Report(self.case), time.monotonic()
+        attempts: list[Attempt] = []
+        planned: Iterator[tuple[Fault, ...]] = iter(self.case.attempts)
+        while report.outcome == "well" and len(attempts) < len(self.case.attempts) + _MORE_ATTEMPTS:
+            attempt = Attempt(self, len(attempts), next(planned, ()))
+            attempts.append(attempt)
+            attempt.go()
+            attempt.after_end()
+            if attempt.wrong():
+                report.outcome = attempt.wrong()
+            if attempt.is_done:
+                break
+        else:
+            if report.outcome == "well":
+                report.outcome = "it does not end well, however often it is started"
+        if report.outcome == "well":
+            report.outcome = self._compare(attempts, expected) or "well"
+        report.attempts, report.seconds = len(attempts), time.monotonic() - began
+        report.struck = [struck for attempt in attempts for struck in attempt.struck]
+        self._time(attempts)
+        if report.outcome != "well":
+            report.output = "\n".join(
+                f"--- attempt {a.number}, rank {rank}: exit {a.codes.get(rank)}\n{a.output(rank)[-2500:]}"
+                for a in attempts
+                for rank in range(self.case.layout.size)
+            )
+        return report
+
+    def _compare(self, attempts: list[Attempt], expected: "Expected") -> str:
+        ranks = range(self.case.layout.size)
+        last = attempts[-1]
+        if [pickle.loads((last.folder / f"result{rank}").read_bytes()) for rank in ranks] != expected.weights:
+            return "other weights than without faults"
+        for attempt in attempts:
+            for rank in ranks:
+                for step, loss in losses(attempt.folder, rank).items():
+                    if expected.losses[rank][step] != loss:
+                        return f"step {step} of attempt {attempt.number} has another loss than without faults"
+        for rank in ranks:
+            usage = last.folder / f"usage.{rank}"
+            if usage.exists():
+                early, *_, late = [[float(n) for n in line.split()] for line in usage.read_text().splitlines()[1:]]
+                if late[0] > early[0] or late[1] > early[1] or late[2] > early[2] + _MORE_MB:
+                    return f"rank {rank} had {early} threads, open files and MB after a fifth of the steps, and {late} at the end"
+        left = [str(path) for own in self.hosts.own for path in own.iterdir()]
+        left += [str(path) for path in self.hosts.checkpoints.iterdir() if path.name.startswith(".")]
+        return f"{left} is left" if left else ""
+
+    def _time(self, attempts: list[Attempt]) -> None:
+        """What each fault has cost: from the fault, or the last step that its attempt did after it, until training had come further."""
+        paces = [attempt.pace() for attempt in attempts]
+        for attempt in attempts:
+            for struck in attempt.struck:
+                done = [(step, at) for pace in paces[: attempt.number + 1] for step, at in pace]
+                if attempt.is_done:
+                    done = [(step, at) for step, at in done if at <= struck.at]
+                else:
+                    ends = [(attempt.folder / f"exit{rank}").stat().st_mtime for rank in attempt.pids]
+                    struck.ended_s = max(ends) - struck.at
+                furthest = max((step for step, _ in done), default=0)
+                since = max([struck.at, *(at for _, at in done)])
+                further = [at for pace in paces for step, at in pace if at > since and step > furthest]
+                others = [other.at for of_other in attempts for other in of_other.struck if other is not struck]
+                if further and not any(struck.at <= at <= min(further) for at in others):
+                    struck.lost_s = min(further) - since
+
+
+def steps_of(layout: Layout) -> int:
+    return int(layout.options.get("steps", STEPS))
+
+
+def _limit_s(layout: Layout) -> float:
+    return _LIMIT_S + _STEP_S * steps_of(layout)
+
+
+def losses(folder: Path, rank: int) -> dict[int, Any]:
+    """What snapshot_cases has written down in one attempt, by step."""
+    path = folder / f"losses.soak.{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {step: rest for step, *rest in map(json.loads, lines)}
+
+
+@dataclass
+class Expected:
+    """Of a run without faults: every rank's digest of the weights, and its losses."""
+
+    weights: list[str]
+    losses: list[dict[int, Any]]
+
+
+def expected_of(layout: Layout, folder: Path) -> Expected:
+    """Run a layout without faults or snapshots."""
+    folder.mkdir()
+    options = layout.options | {"folder": str(folder), "name": "soak", "faults": []}
+    options |= {"strategy": _ALIKE | layout.options["strategy"]}
+    (folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", options)))
+    port = free_port()
+    ranks = range(layout.size)
+    for rank in ranks:
+        start_worker(folder, rank, layout.size, port)
+    end = time.monotonic() + _limit_s(layout)
+    while not all((folder / f"exit{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end, f"{layout.name} does not end without faults"
+        time.sleep(0.02)
+    codes = [int((folder / f"exit{rank}").read_text()) for rank in ranks]
+    assert not any(codes), "".join((folder / f"log{rank}").read_text() for rank in ranks)
+    found = [losses(folder, rank) for rank in ranks]
+    assert all(sorted(of_rank) == list(range(1, steps_of(layout) + 1)) for of_rank in found)
+    return Expected([pickle.loads((folder / f"result{rank}").read_bytes()) for rank in ranks], found)

@@ -1,0 +1,90 @@
+"""The long form of the soak: random faults on runs of a tiny model, one after the other, for so long.
+
+    python tests/soak/soak.py --minutes 60 --seed 1          # make soak
+    python tests/soak/soak.py --seed 1234 --runs 1           # a seed again
+
+Prints a line a run, and at the end the table: faults, what they were survived by, and the seconds that they cost. Ends with 1 if a run did
+not end as one without faults.
+"""
+
+import argparse
+import itertools
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests / "strategy")]
+
+from agent import Expected, Hosts, Report, Run, expected_of
+from faults import KINDS, Case, Layout, draw, lasting
+
+_expected: dict[str, Expected] = {}
+
+
+def soak(case: Case, folder: Path) -> Report:
+    """The run of a case, in a new folder."""
+    with Hosts(folder, case.layout) as hosts:
+        return Run(case, hosts, folder).go(_expect(case.layout, folder))
+
+
+def _expect(layout: Layout, folder: Path) -> Expected:
+    if layout.name not in _expected:
+        _expected[layout.name] = expected_of(layout, folder / "expected")
+    return _expected[layout.name]
+
+
+def table(reports: Sequence[Report]) -> str:
+    """What became of all faults."""
+    struck = [s for report in reports for s in report.struck if report.outcome == "well"]
+    lines = [
+        f"{len(reports)} runs, {sum(r.attempts for r in reports)} starts, {sum(len(r.struck) for r in reports)} faults; "
+        f"{sum(r.outcome != 'well' for r in reports)} runs not as without faults",
+        f"{'fault':>20} {'number':>7} {'waited':>7} {'restarted':>10} {'ended after, s':>15} {'lost, s: median':>16} {'worst':>6}",
+    ]
+    for kind in (*KINDS, "all"):
+        of_kind = [s for s in struck if kind in (s.fault.kind, "all")]
+        ended = [s.ended_s for s in of_kind if s.ended_s is not None]
+        lost = [s.lost_s for s in of_kind if s.lost_s is not None]
+        figures = f"{max(ended):15.1f}" if ended else f"{'-':>15}"
+        figures += f"{statistics.median(lost):17.1f}{max(lost):7.1f}" if lost else f"{'-':>17}{'-':>7}"
+        lines.append(f"{kind:>20} {len(of_kind):7} {len(of_kind) - len(ended):7} {len(ended):10} {figures}")
+    return "\n".join(lines)
+
+
+def _tell(report: Report) -> Report:
+    print(report, report.output, sep="\n" if report.output else "", flush=True)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first run")
+    parser.add_argument("--runs", type=int, help="so many at the most")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument(
+        "--steps", type=int, help="before the others, one run of so many steps, whose memory and threads stay"
+    )
+    given = parser.parse_args()
+    reports: list[Report] = []
+    end = time.monotonic() + given.minutes * 60
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # file systems are unmounted
+    with tempfile.TemporaryDirectory(prefix="holmes-soak-") as folder:
+        if given.steps:
+            reports.append(_tell(soak(lasting(given.steps), Path(folder) / "lasting")))
+        seeds = itertools.count(given.seed) if given.runs is None else range(given.seed, given.seed + given.runs)
+        for seed in seeds:
+            if time.monotonic() > end:
+                break
+            reports.append(_tell(soak(draw(seed), Path(folder) / str(seed))))
+    print(table(reports))
+    return any(report.outcome != "well" for report in reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

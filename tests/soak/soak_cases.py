@@ -1,0 +1,131 @@
+"""What runs in each process of a job of the soak: snapshot_cases' fit, which says when it comes to a place of faults.py, and waits there
+for the fault that is to strike exactly there.
+"""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from faults import LASTS
+from lightning.pytorch import Callback
+from snapshot_cases import train
+
+from lightning_holmes.checkpoint import atomic, loading, manager, saving
+from lightning_holmes.checkpoint.copies import Copies
+
+_NEW_MOUNTS, _PRIVATE, _BIND, _RECURSIVE = 0x00020000, 1 << 18, 4096, 16384
+_PATIENCE_S = 10.0
+
+
+class UsersError(RuntimeError):
+    """What the user's own code raises."""
+
+
+def see_folder_of_host(own: str, seen: str) -> None:
+    """From now on this process sees ``own`` where ``seen`` is, as hosts see folders of their own under one path."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.unshare(_NEW_MOUNTS) == 0
+    done = done and libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None) == 0
+    done = done and libc.mount(own.encode(), seen.encode(), None, _BIND, None) == 0
+    if not done:
+        raise OSError(ctypes.get_errno(), "mount")
+
+
+class Places:
+    """Counts how often this rank comes to each place, and tells the faults of this attempt that wait for it."""
+
+    def __init__(self, folder: Path, faults: list[dict[str, Any]]) -> None:
+        self._folder, self._faults = folder, faults
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def come(self, place: str) -> None:
+        with self._lock:
+            self._counts[place] += 1
+            count = self._counts[place]
+        for fault in self._faults:
+            if (fault["place"], fault["count"]) == (place, count):
+                self._meet(fault)
+
+    def _meet(self, fault: dict[str, Any]) -> None:
+        reached, struck = (self._folder / f"{what}.{fault['index']}" for what in ("reached", "struck"))
+        reached.with_suffix(".part").write_text(repr(time.time()))
+        reached.with_suffix(".part").rename(reached.with_name(reached.name))
+        end = time.monotonic() + _PATIENCE_S
+        while not fault["delay_s"] and not struck.exists() and time.monotonic() < end:
+            time.sleep(0.001)
+        if fault["kind"] == "raise":
+            raise UsersError(f"fault {fault['index']}")
+
+
+class Notes(Callback):
+    """Comes to the places of the user's code, and writes down when steps are done; and ten times in a run that lasts what the process
+    has of threads, open files and memory (MB)."""
+
+    def __init__(self, places: Places, pace: Path, usage: Path) -> None:
+        self._places, self._pace, self._usage = places, pace, usage
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._places.come("batch")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._places.come("optimizer")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._places.come("validation")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        with self._pace.open("a") as file:
+            print(trainer.global_step, repr(time.time()), file=file)
+        if trainer.max_steps >= LASTS and trainer.global_step % (trainer.max_steps // 10) == 0:
+            process = psutil.Process()
+            with self._usage.open("a") as file:
+                print(process.num_threads(), process.num_fds(), process.memory_info().rss / 1e6, file=file)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._places.come("ended")
+
+
+def watch_writing(places: Places, snapshots: str) -> None:
+    """Let this process come to the places where files are written and read."""
+    write, replace, copy, load = saving.write_part, atomic.replace, Copies.__call__, loading.load_folder
+
+    def write_part(path: Path, *args: Any) -> Any:
+        places.come("snapshot" if str(path).startswith(snapshots) else "checkpoint")
+        return write(path, *args)
+
+    def replaced(source: Path, target: Path) -> None:
+        if str(target).startswith(snapshots):
+            places.come("rename")
+        replace(source, target)
+
+    def copied(copies: Copies, *args: Any) -> None:
+        places.come("copy")
+        copy(copies, *args)
+
+    def load_folder(*args: Any, **options: Any) -> Any:
+        places.come("loading")
+        return load(*args, **options)
+
+    saving.write_part, atomic.replace, Copies.__call__ = write_part, replaced, copied  # type: ignore[method-assign]
+    manager.load_folder = load_folder
+
+
+def run(options: dict[str, Any]) -> str:
+    """One start of the job on this rank; the digest of the final weights."""
+    rank, folder = int(os.environ["RANK"]), Path(options["folder"])
+    if "snapshots" in options:
+        see_folder_of_host(options["memory_of_rank"][rank], options["snapshots"])
+    places = Places(folder, [fault for fault in options["faults"] if fault["rank"] == rank])
+    if "snapshots" in options:
+        watch_writing(places, options["snapshots"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    places.come("joining")
+    notes = Notes(places, folder / f"pace.{rank}", folder / f"usage.{rank}")
+    return train(options, callbacks=[notes], in_step=lambda: places.come("forward"))

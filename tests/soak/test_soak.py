@@ -1,0 +1,43 @@
+"""The short form of the soak: a few cases of the injector, and that a seed gives the same faults again. `make soak` is the long form."""
+
+from pathlib import Path
+
+import pytest
+from faults import KINDS, LAYOUTS, PLACES, Case, Fault, draw
+from soak import soak
+
+pytestmark = [pytest.mark.xdist_group("soak"), pytest.mark.usefixtures("testbed_works")]
+
+
+def test_a_seed_gives_its_faults_again_and_many_seeds_give_all() -> None:
+    cases = [draw(seed) for seed in range(600)]
+    assert cases == [draw(seed) for seed in range(600)]
+    faults = [fault for case in cases for attempt in case.attempts for fault in attempt]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.place for fault in faults} == set(PLACES)
+    assert {case.layout.name for case in cases} == {layout.name for layout in LAYOUTS}
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+
+
+_TWO_HOSTS = LAYOUTS[1]
+_CASES = (
+    draw(7),  # a kill while a checkpoint is written, beside data workers
+    Case(
+        seed=0,
+        layout=_TWO_HOSTS,
+        every=2,
+        attempts=(
+            (Fault(kind="SIGTERM", rank=0, place="forward", count=8),),
+            (Fault(kind="kill and tear", rank=0, place="rename", count=1),),
+            (Fault(kind="lose host", rank=0, place="batch", count=3),),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", _CASES, ids=["two replicas", "two hosts"])
+def test_runs_with_faults_end_as_one_without(case: Case, tmp_path: Path) -> None:
+    """Baseline: the same layout without faults or snapshots; losses and weights of every rank, bit for bit."""
+    report = soak(case, tmp_path / "job")
+    assert report.outcome == "well", f"{report}\n{report.output}"
+    assert len(report.struck) == len(case.attempts)
