@@ -40,7 +40,7 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
-    each worker. ``route``: gradient_sync; four workers are in two clusters, and the nodes in the first."""
+    each worker. ``route``: gradient_sync; four workers of one node are in two clusters, and the node in the first."""
 
     layout: tuple[int, int]
     num_nodes: int
@@ -54,6 +54,10 @@ class Case:
     @property
     def world_size(self) -> int:
         return self.layout[0] * self.layout[1]
+
+    @property
+    def in_clusters(self) -> bool:
+        return self.layout == (1, 4) and self.num_nodes == 1
 
     def __str__(self) -> str:
         words = (
@@ -90,6 +94,18 @@ CASES = [
         cost=lambda row: 1 + row[0][0] * row[0][1],
     )
 ]
+
+_BY_SPEAKERS = Case(
+    layout=(1, 4),
+    num_nodes=1,
+    states="memory",
+    keeps=False,
+    optimizer="adamw",
+    option="two batches a clipped step",
+    microbatches=2,
+    route="aggregator",
+)
+CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, of which one speaks by one worker
 
 
 class Model(Tied):
@@ -181,9 +197,9 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
             keep_parameters=case.keeps,
             gradient_sync=case.route,
-            **({"topology": TWO_CLUSTERS} if case.layout == (1, 4) else {}),
+            **({"topology": TWO_CLUSTERS} if case.in_clusters else {}),
         )
-        os.environ["HOLMES_CLUSTER"] = "a" if case.layout == (1, 4) else ""  # of the nodes, which rank 0 starts
+        os.environ["HOLMES_CLUSTER"] = "a" if case.in_clusters else ""  # of the nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
