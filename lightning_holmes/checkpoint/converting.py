@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic, resume
 from lightning_holmes.checkpoint.file_systems import FileSystems
-from lightning_holmes.checkpoint.folder import FolderReader, all_values, compact
+from lightning_holmes.checkpoint.folder import FolderReader, all_values
 from lightning_holmes.checkpoint.loading import load_folder
 from lightning_holmes.checkpoint.manifest import DTYPES, PLAN, Manifest, missing_files
 from lightning_holmes.checkpoint.meeting import Meeting
@@ -26,6 +26,7 @@ from lightning_holmes.checkpoint.parts import Deferred, Value, named_values, sam
 from lightning_holmes.checkpoint.restricted import damaged_records, load_file
 from lightning_holmes.checkpoint.saving import FolderSave
 from lightning_holmes.checkpoint.torch_file import read_tensor, records_of, write_streamed
+from lightning_holmes.comm.value_file import compact
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline import tree
 

@@ -6,12 +6,11 @@ Lightning's checkpoint), ``plan.yaml``, ``.metadata`` (torch.distributed.checkpo
 unpickling anything but tensors and plain data, checks every byte, and reads single values.
 """
 
-import contextlib
 import itertools
-import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,73 +20,28 @@ from torch import Tensor
 from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
 from lightning_holmes.checkpoint.restricted import load_bytes
-from lightning_holmes.checkpoint.torch_file import Outlet, save_to
+from lightning_holmes.comm.value_file import ValueFile
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 from lightning_holmes.torch_private import storage_info
 
 
-class _Checked(Outlet):
-    """A file that is written with a running checksum."""
-
-    crc32 = 0
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return super().write(data)
-
-
-@contextlib.contextmanager
-def _without_torchs_checksums() -> Iterator[None]:
-    """torch.save's own checksums cost as much time as all the rest of it; the manifest has ours, which are faster."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def part_file(rank: int) -> str:
-    """The name of the file with a rank's values."""
-    return f"__{rank}_0.distcp"
+def part_file(rank: int, number: int = 0) -> str:
+    """The name of the file with a rank's values; with a ``number``, of those that others write for it."""
+    return f"__{rank}_{number}.distcp"
 
 
 def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntry]:
     """Write a rank's values to ``path`` and wait until they are on the disk. One tensor under two names is written once."""
     entries: dict[Value, ValueEntry] = {}
     known: dict[Any, ValueEntry] = {}
-    with path.open("wb") as file:
+    with ValueFile(path) as file:
         for name, value in values.items():
             place = same_memory(name, value)
-            if place in known:
-                entries[name] = known[place]
-                continue
-            value = value.read() if isinstance(value, Deferred) else value
-            offset, checked = file.tell(), _Checked(file)
-            dtype: str | None = None
-            shape: tuple[int, ...] = ()
-            if isinstance(value, Tensor):
-                dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-                value = compact(value)
-            with _without_torchs_checksums():
-                save_to(checked, value)
-            entries[name] = known[place] = ValueEntry(
-                file=path.name,
-                offset=offset,
-                length=file.tell() - offset,
-                crc32=checked.crc32,
-                dtype=dtype,
-                shape=shape,
-            )
-        file.flush()
-        os.fsync(file.fileno())
+            if place not in known:
+                value = value.read() if isinstance(value, Deferred) else value
+                known[place] = ValueEntry(file=path.name, **asdict(file.add(value)))
+            entries[name] = known[place]
     return entries
-
-
-def compact(value: Tensor) -> Tensor:
-    """The tensor on the host, with no more memory than it shows: torch.save writes whole storages."""
-    value = value.detach().cpu().contiguous()
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def dcp_metadata(manifest: Manifest) -> bytes:

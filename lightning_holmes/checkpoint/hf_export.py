@@ -17,7 +17,7 @@ import torch
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.adapters import load_transformers, with_adapters_added
 from lightning_holmes.checkpoint.converting import Item, Source, weights
-from lightning_holmes.checkpoint.folder import compact
+from lightning_holmes.comm.value_file import compact
 from lightning_holmes.errors import CheckpointError
 
 PREFIX = "model."

@@ -21,15 +21,16 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_holmes.checkpoint import atomic, resume
+from lightning_holmes.checkpoint.elsewhere import split
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
 from lightning_holmes.checkpoint.loading import load_folder, load_plain
 from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.parts import Value, made_whole, named_values, share_of
+from lightning_holmes.checkpoint.parts import Deferred, PartWriter, Value, made_whole, named_values, share_of
 from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
-from lightning_holmes.checkpoint.torch_file import Outlet, save_to
 from lightning_holmes.comm.answer import connect_again
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
+from lightning_holmes.comm.value_file import Outlet, save_to
 from lightning_holmes.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -84,6 +85,11 @@ class CheckpointManager:
         self._last: Meeting | None = None
         self.reading: Lockstep | None = None
         """What brings values of the next folder while it is written; all ranks finish it."""
+        self.others_may_write = False
+        """Some of its values have writers of their own; the same on all ranks."""
+        self._writers: dict[Path, tuple[dict[int, PartWriter], list[PartWriter]]] = {}
+        """By folder those who could write, and those of them who see it."""
+        self._told: set[Path] = set()
 
     def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
         """Whether checkpoints are folders; a CheckpointIO plugin of the user's gets files, as it expects."""
@@ -121,12 +127,33 @@ class CheckpointManager:
         target = _local(name)
         systems = self._systems(job, target.parent, job.all_gather)
         save = self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
+        if self.others_may_write:
+            save = self._leave_to_others(job, save)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
         if self.reading is not None:
             save, self.reading = replace(save, finish=self.reading.finish), None
         meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
+
+    def _leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
+        """Let who has values elsewhere and sees the folder write them. All ranks must call."""
+        save.prepare()
+        folder, values = save.target.parent, save.values
+        wanted = {id(v.writer): v.writer for v in values.values() if isinstance(v, Deferred) and v.writer is not None}
+        known = self._writers.get(folder)
+        if known is None or known[0].keys() != wanted.keys():
+            known = self._writers[folder] = wanted, [writer for writer in wanted.values() if writer.sees(folder)]
+        seen = known[1]
+        # after it nobody prepares any more
+        told = job.all_gather(([w.name for w in wanted.values()], [w.name for w in seen]))
+        if job.rank == 0 and folder not in self._told and any(names for names, _ in told):
+            self._told.add(folder)
+            print(_who_writes(folder, told), flush=True)
+        temporary = atomic.temporary_path(save.target, save.token)
+        temporary.mkdir(parents=True, exist_ok=True)
+        own, parts = split(values, seen, temporary, job.rank)
+        return replace(save, values=own, elsewhere=parts, prepare=lambda: None)
 
     def save_in_distress(
         self,
@@ -318,6 +345,15 @@ def _share(
     if job.tensor_size == 1:
         return made_whole(ours, ours)
     return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))
+
+
+def _who_writes(folder: Path, told: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
+    """In words, by what each rank says of those who could, and of those who see the folder."""
+    all_names, names = (sorted({name for of_rank in told for name in of_rank[place]}) for place in (0, 1))
+    if not names:
+        return f"{folder}: {', '.join(all_names)} cannot write there, so that workers write all parts of checkpoints"
+    some = " where they see the file system of the worker" if any(len(a) > len(b) for a, b in told) else ""
+    return f"{folder}: {', '.join(names)} {'writes its' if len(names) == 1 else 'write their'} own part of checkpoints{some}"
 
 
 def is_local(path: Any) -> bool:

@@ -4,9 +4,10 @@ Replicas hold the same parameters and optimizer states: each writes a share of t
 modules keep beside) may differ between replicas, and is the first replica's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,12 +19,32 @@ Value = tuple[str, ...]
 """The name of a value: ("state_dict", name), or ("optimizer_0", "state", parameter name, key)."""
 
 
+class PartWriter(Protocol):
+    """Somebody else who can write values, such as an optimizer node."""
+
+    name: str
+
+    def sees(self, folder: Path) -> bool:
+        """Whether it can write to this folder."""
+
+    def start(self, path: Path, places: Collection[Any]) -> Callable[[], Mapping[str, Any]]:
+        """Start to write a file of these values, as they are now. What this gives waits, and says "entries", "bytes" and "host"; an entry
+        is a place and a Placed as a dictionary."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """A value that is read when it is written; equal ``place``, same value."""
+    """A value that is read when it is written; equal ``place``, same value.
+
+    Attributes:
+        num_bytes: of it; 0 where nobody asks.
+        writer: who may write it where it is, without its being read.
+    """
 
     place: Any
     read: Callable[[], Any]
+    num_bytes: int = 0
+    writer: PartWriter | None = None
 
 
 def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -143,6 +164,8 @@ def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Val
 
 def num_bytes(value: Any) -> int:
     """Bytes of a tensor; 0 for anything else."""
+    if isinstance(value, Deferred):
+        return value.num_bytes
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.elsewhere import ElsewherePart
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import dcp_metadata, part_file, write_part
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, PLAN, REST, FileEntry, Manifest, ValueEntry
@@ -35,7 +36,8 @@ class FolderSave:
     """What one rank brings to a save.
 
     ``rest`` is the file with everything that is no part, ``order`` the names of the whole ``state_dict``; both count
-    on rank 0. ``num_optimizers`` is None where optimizer states are not saved. ``finish`` is called when this rank has read its
+    on rank 0. ``num_optimizers`` is None where optimizer states are not saved. ``elsewhere`` are files that others write for this rank, on
+    its file system. ``finish`` is called when this rank has read its
     values: others may still need it for theirs. ``prepare`` is called first; ``copy`` with the folder and this rank's file once that is
     written, or the file is not there: it brings files of ranks elsewhere to this file system, and this one's there.
     """
@@ -48,6 +50,7 @@ class FolderSave:
     num_optimizers: int
     rest: bytes
     plan: str
+    elsewhere: Sequence[ElsewherePart] = ()
     finish: Callable[[], None] = lambda: None
     prepare: Callable[[], None] = lambda: None
     copy: Callable[[Path, Path], None] = lambda folder, file: None
@@ -73,11 +76,12 @@ class FolderSave:
             self.prepare()
             temporary.mkdir(parents=True, exist_ok=True)
             entries = write_part(path, self.values)
-            message = {
-                "entries": [[name, asdict(entry)] for name, entry in entries.items()],
-                "bytes": path.stat().st_size,
-                "host": socket.gethostname(),
-            }
+            files = {path.name: (path.stat().st_size, socket.gethostname())}
+            for part in self.elsewhere:
+                found, size, host = part.wait()
+                entries |= found
+                files[part.file] = size, host
+            message = {"entries": [[name, asdict(entry)] for name, entry in entries.items()], "files": files}
         except Exception as error:
             atomic.delete(path)
             message = {"error": not_written(meeting.rank, self.target, error)}
@@ -89,17 +93,17 @@ class FolderSave:
         gathered = [json.loads(m) for m in meeting.gather("parts", json.dumps(message).encode())]
         announcement: dict[str, Any] = {"error": next((m["error"] for m in gathered if "error" in m), "")}
         if rank == 0 and not announcement["error"]:
-            files = self._common_files(gathered)
-            announcement["files"] = files if len(systems.leaders) > 1 else {}
+            common = self._common_files(gathered)
+            announcement["files"] = common if len(systems.leaders) > 1 else {}
         else:
-            files = {}
+            common = {}
         announcement = decode(meeting.announce("files", encode(announcement)))
         if announcement["error"]:
             raise CheckpointError(announcement["error"])
         problem = ""
         if systems.is_leader(rank):
             try:
-                for name, data in (files or announcement["files"]).items():
+                for name, data in (common or announcement["files"]).items():
                     atomic.write_bytes(temporary / name, data)
                 atomic.sync_folder(temporary)
             except Exception as error:
@@ -128,9 +132,8 @@ class FolderSave:
         for rank, message in enumerate(gathered):
             for name, entry in message["entries"]:
                 values.setdefault(tuple(name), ValueEntry(**{**entry, "shape": tuple(entry["shape"])}))
-            files[part_file(rank)] = FileEntry(
-                num_bytes=message["bytes"], file_system=self.file_systems.of_rank[rank], host=message["host"]
-            )
+            for name, (size, host) in message["files"].items():
+                files[name] = FileEntry(num_bytes=size, file_system=self.file_systems.of_rank[rank], host=host)
         saved = {name[1]: entry for name, entry in values.items() if name[0] == "state_dict"}
         names = [n for n in self.order if n in saved] + [n for n in saved if n not in set(self.order)]
         optimizers: list[dict[str, dict[str, ValueEntry]]] = [{} for _ in range(self.num_optimizers)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.checkpoint.parts import Value, same_memory
+from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
 
 _NICE = 10
 
@@ -36,7 +36,9 @@ class Staging:
         for name, value in values.items():
             place = same_memory(name, value)
             if place not in places:
-                if isinstance(value, Tensor):
+                if isinstance(value, Deferred):
+                    places[place] = value.read()
+                elif isinstance(value, Tensor):
                     buffer = self._buffers.get(name)
                     if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                         pinned = value.device.type == "cuda"

@@ -11,49 +11,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_holmes.checkpoint.restricted import load_file
+from lightning_holmes.comm.value_file import Outlet, save_to
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline import tree
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
 _DESCRIPTOR = b"PK\x07\x08"
-
-
-class Outlet:
-    """A file that :func:`save_to` writes to. It keeps the system's own error: of a full disk torch says "unexpected pos"."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def seek(self, *place: int) -> int:
-        return self._file.seek(*place)
-
-
-def save_to(outlet: Outlet, value: Any) -> None:
-    """torch.save. Raises OSError where the system does."""
-    try:
-        torch.save(value, cast(IO[bytes], outlet))
-    except RuntimeError:
-        if outlet.error is not None:
-            raise outlet.error from None
-        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

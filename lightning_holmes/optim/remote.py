@@ -27,6 +27,7 @@ from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.stage_shards import Part
 
@@ -144,6 +145,7 @@ class RemoteOptimizer:
         self.stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
         self._num_groups = len(names)
+        self._sizes: Mapping[str, Mapping[str, int]] = {}
         order = (name for part in parameters.parts for name in part.names)
         self._replica_of = {name: place % num_replicas for place, name in enumerate(order)}
         held = parameters.parameters
@@ -223,7 +225,7 @@ class RemoteOptimizer:
         """Unit by unit."""
         self._parameters.settle()
         replica = self._parameters.replica
-        keys: dict[str, list[str]] = {}
+        keys: dict[str, dict[str, int]] = {}
         steps = []
         for part in self._parameters.parts:
             wanted = [n for n in part.names if n in self.stepped and self.destination(n) == replica]
@@ -231,7 +233,16 @@ class RemoteOptimizer:
                 link, question = self._about(part, wanted)
                 keys |= link.ask(question | {"ask": "keys"})["keys"]
                 steps.append(functools.partial(_states, link, question | {"ask": "states"}))
-        return keys, Lockstep(steps)
+        self._sizes = keys
+        return {name: list(sizes) for name, sizes in keys.items()}, Lockstep(steps)
+
+    def num_bytes(self, name: str, key: str) -> int:
+        """Of an entry that :meth:`collect_in_steps` has found."""
+        return self._sizes[name][key]
+
+    def writer_of(self, name: str) -> NodeWriter:
+        """Who can write a parameter's state to a file where it is."""
+        return self._parameters.writer_of(name)
 
     def destination(self, name: str) -> int:
         """One replica after the other."""

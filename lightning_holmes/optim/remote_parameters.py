@@ -21,8 +21,10 @@ from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.layered import gathered_dtype
+from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
 
@@ -77,6 +79,7 @@ class RemoteParameters(StageShards):
         self.aggregators: Mapping[int, Aggregator] = {}
         self.num_replicas, self.replica = num_replicas, replica
         self._link_of: Mapping[int, NodeLink] = {}
+        self._writer_of: Mapping[str, NodeWriter] = {}
         self._has_failed = False
 
     def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
@@ -110,6 +113,9 @@ class RemoteParameters(StageShards):
         """Give the parameters, which are whole, to the nodes at the other ends of ``links``; ``place_of``: a unit's, in these."""
         self.links = links
         self._link_of = {index: links[place] for index, place in place_of.items()}
+        unit_of = {name: index for index, part in enumerate(self.parts) for name in part.names}
+        writers = {id(link): NodeWriter(link, unit_of, lambda: self.version) for link in links}
+        self._writer_of = {name: writers[id(self._link_of[index])] for name, index in unit_of.items()}
         for part in self.parts:
             self._keep(part)
         self.version = 1
@@ -185,6 +191,28 @@ class RemoteParameters(StageShards):
             for name, view in self._whole(part).items()
             if destination(name) == self.replica
         }
+
+    def collect_in_steps(
+        self, destination: Callable[[str], int], *, end: Callable[[], None] = lambda: None
+    ) -> tuple[list[str], Lockstep]:
+        self.settle()
+
+        def bring(part: Part) -> dict[str, dict[str, Tensor]]:
+            views = self._whole(part)
+            return {name: {"": view.clone()} for name, view in views.items() if destination(name) == self.replica}
+
+        parts = [part for part in self.parts if any(destination(name) == self.replica for name in part.names)]
+        here = [name for part in parts for name in part.names if destination(name) == self.replica]
+        return here, Lockstep([functools.partial(bring, part) for part in parts])
+
+    def num_bytes(self, name: str) -> int:
+        """Of a parameter as workers have it."""
+        part, _ = self._places[name]
+        return part.shapes[part.names.index(name)].numel() * part.dtype.itemsize
+
+    def writer_of(self, name: str) -> NodeWriter:
+        """Who can write a parameter and its states to a file where they are."""
+        return self._writer_of[name]
 
     def hold(self, names: Collection[str]) -> list[Part]:
         """Hooks that read parameters are refused before it comes to this."""

@@ -28,7 +28,9 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote import RemoteOptimizer
+from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
@@ -133,6 +135,9 @@ class RunCheckpoints:
             return None
         if self._has_failed_beside_others:
             return {}
+        if isinstance(shards, RemoteParameters) and self._may_stay_on_nodes:
+            here, values = shards.collect_in_steps(shards.destination)
+            return {n: _deferred(values, n, "", shards.num_bytes(n), shards.writer_of(n)) for n in here}
         first = self.job.place_of_rank_0[1]
         # they stay in shards after a run, and nobody else ends what this has begun
         close = shards.queue.close if self._open_run is None else lambda: None
@@ -188,6 +193,15 @@ class RunCheckpoints:
         with self.job.explaining():
             if not self._writes_folders:
                 return shards.collect(lambda name: first)
+            if isinstance(shards, RemoteOptimizer) and self._may_stay_on_nodes:
+                keys, states = shards.collect_in_steps()
+                return {
+                    name: {
+                        key: _deferred(states, name, key, shards.num_bytes(name, key), shards.writer_of(name))
+                        for key in of_name
+                    }
+                    for name, of_name in keys.items()
+                }
             if not self._reads_when_written:
                 return shards.collect(shards.destination)
             keys, states = shards.collect_in_steps()
@@ -197,11 +211,21 @@ class RunCheckpoints:
 
     @property
     def _reads_when_written(self) -> bool:
-        """Whether a folder's values may be brought when they are written: nobody looks at them before."""
+        """Whether a folder's values may be brought when they are written."""
+        return not self.manager.background and self._are_for_the_folder_only
+
+    @property
+    def _may_stay_on_nodes(self) -> bool:
+        """Whether optimizer nodes may write a folder's values themselves."""
+        return self._writes_folders and not self.job.connection.failed and self._are_for_the_folder_only
+
+    @property
+    def _are_for_the_folder_only(self) -> bool:
+        """Nobody looks at a checkpoint's values before they are written."""
         module, callbacks = self.module, self.module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average in their place
             return False
-        if self.manager.background or self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
+        if self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
             return False
         return not list(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
 
@@ -273,6 +297,7 @@ class RunCheckpoints:
             except Exception as error:
                 warnings.warn(f"{path} is not saved: the run has failed, and not on all ranks at once ({error})")
             return
+        self.manager.others_may_write = isinstance(None if self.fit is None else self.fit.shards, RemoteOptimizer)
         with self.job.explaining():
             self.manager.save_folder(member, checkpoint, path, background=background, **about)
 
@@ -341,8 +366,11 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
     )
 
 
-def _deferred(values: Lockstep, name: str, key: str) -> checkpoints.Deferred:
-    return checkpoints.Deferred(place=(name, key), read=functools.partial(values.take, name, key))
+def _deferred(
+    values: Lockstep, name: str, key: str, num_bytes: int = 0, writer: NodeWriter | None = None
+) -> checkpoints.Deferred:
+    read = functools.partial(values.take, name, key)
+    return checkpoints.Deferred(place=(name, key), read=read, num_bytes=num_bytes, writer=writer)
 
 
 def _names(module: pl.LightningModule) -> dict[str, Any]:

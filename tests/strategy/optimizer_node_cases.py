@@ -223,10 +223,16 @@ def states_in(file: Path) -> dict[str, Tensor]:
 
 
 class Saver(pl.Callback):
-    """Saves in mid-run, at the end of the epoch's training."""
+    """Saves in mid-run, at the end of the epoch's training; ``early``: after the second batch, too."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, early: Path | None = None) -> None:
+        self.path, self.early = path, early
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.early is not None and batch_idx == 1:
+            trainer.save_checkpoint(self.early)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self.path)
@@ -251,10 +257,13 @@ TARGETS: dict[str, Any] = {
 def run_checkpoints(folder: Path) -> dict[str, Any]:
     """Weights after two epochs, of which the second is resumed from each source; "plain.ckpt" lies in ``folder``."""
     found = {}
-    for kind, folders, states in (("folder", True, "memory"), ("file", False, str(folder / "states"))):
-        strategy = with_nodes(1, save_distributed_checkpoint=folders, optimizer_states=states)
+    disk = str(folder / "states")
+    kinds = {"folder": (True, "memory", True), "disk": (True, disk, False), "file": (False, disk, False)}
+    for kind, (folders, states, later) in kinds.items():
+        strategy = with_nodes(1, save_distributed_checkpoint=folders, optimizer_states=states, async_checkpoint=later)
         trainer = make_trainer(folder, strategy=strategy)
-        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
+        early = folder / f"{kind}-early.ckpt" if folders else None
+        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt", early))  # type: ignore[attr-defined]
         trainer.fit(build(), datamodule=Data())
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
     for source, targets in RESUMED.items():

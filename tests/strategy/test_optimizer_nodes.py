@@ -25,6 +25,9 @@ from optimizer_node_cases import (
     work,
 )
 
+from lightning_holmes.checkpoint.folder import FolderReader, all_values
+from lightning_holmes.checkpoint.manifest import Manifest
+
 Records = dict[str, list[Any]]
 
 
@@ -119,6 +122,23 @@ def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Pat
     assert refused["weights"] is None and not refused["later"]
     said = [words for words in refused["said"] if "optimizer nodes have updated some layers with this batch's" in words]
     assert ["is not saved" in words for words in said] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["early", "after"])
+def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: Path, found: Records) -> None:
+    """ "folder" is written while training goes on, of units in memory, "disk" is not; the values are the same, bit for bit."""
+    written = {
+        kind: FolderReader(Manifest.load(path), path)
+        for kind in ("folder", "disk")
+        for path in [folder / f"{kind}-{name}.ckpt"]
+    }
+    values = {kind: reader.read(dict(all_values(reader.manifest))) for kind, reader in written.items()}
+    assert values["folder"].keys() == values["disk"].keys()
+    assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(values["disk"][n])) for n, v in values["folder"].items())
+    for reader in written.values():
+        files = {entry.file for _, entry in all_values(reader.manifest)}
+        assert files >= {"__0_1.distcp", "__1_1.distcp"}, "what the node has written for each worker"
+        assert ("__0_0.distcp" in files) == (name == "after"), "a worker has values of its own after the run"
 
 
 @pytest.mark.parametrize("source", ["file", "file-after"])
@@ -257,6 +277,7 @@ def test_a_node_outlives_workers_that_are_started_again(tmp_path: Path, monkeypa
         LOCAL_WORLD_SIZE="2",
     )
     assert code == 0 and "goes on from the snapshot of step" in said, said
+    assert said.count("optimizer node 0 writes its own part of checkpoints") == 2, "of snapshots, in each attempt"
     assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
     assert node_code == 0 and served.count("AdamW, for 2 workers") == 2, served
     assert "waiting for it to be started again" in served

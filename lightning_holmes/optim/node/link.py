@@ -6,7 +6,7 @@ link.tell({"tell": "done", "window": 7})
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,10 +40,15 @@ class NodeLink:
     ) -> None:
         self.peer = f"optimizer node {number}"
         hello = {"session": session, "worker": worker}
-        self._pull = Channel.connect(address, secret, hello | {"kind": "pull"}, peer=self.peer)
+
+        def connect(kind: str) -> Channel:
+            return Channel.connect(address, secret, hello | {"kind": kind}, peer=self.peer)
+
+        self._connect = connect
+        self._pull = self._connect("pull")
         self._lock = threading.Lock()
         self.ask({"told": dict(told)})
-        self._push = Channel.connect(address, secret, hello | {"kind": "push"}, peer=self.peer)
+        self._push = self._connect("push")
         self._pull.wait_at_most(timeout_s)
 
     def ask(self, message: Mapping[str, Any], *, into: Sequence[Tensor] | None = None) -> dict[str, Any]:
@@ -56,14 +61,25 @@ class NodeLink:
         with self._lock:
             self._pull.send(message)
             answer = self._pull.receive(into=into)
-        failure = answer.get("failure")
-        if failure is None:
-            return answer
-        kind, text = failure
-        if kind == "lost":
-            raise ConnectionLostError(text)
-        found = getattr(errors, kind, None)
-        raise (found if isinstance(found, type) and issubclass(found, HolmesError) else HolmesError)(text)
+        return _checked(answer)
+
+    def start_save(self, message: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Let the node write what ``message`` says, as it is now whatever comes after; what this gives waits until that is written.
+
+        Raises:
+            ConnectionLostError: the node is gone, or another worker; likewise when it is waited for.
+        """
+        channel = self._connect("save")
+        channel.send(message)
+        _checked(channel.receive())
+
+        def wait() -> dict[str, Any]:
+            try:
+                return channel.receive()
+            finally:
+                channel.close()
+
+        return wait
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send what is not answered. From one thread."""
@@ -77,3 +93,15 @@ class NodeLink:
         """Let go; the node drops what it holds when all workers have."""
         self._pull.close()
         self._push.close()
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """What a node says, unless it has failed."""
+    failure = answer.get("failure")
+    if failure is None:
+        return answer
+    kind, text = failure
+    if kind == "lost":
+        raise ConnectionLostError(text)
+    found = getattr(errors, kind, None)
+    raise (found if isinstance(found, type) and issubclass(found, HolmesError) else HolmesError)(text)

@@ -7,6 +7,7 @@ fast card that workers of its own cluster share, and no other), and ends when ra
 be started again it waits for the next rank 0.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -138,8 +139,9 @@ class NodeServer:
         with self._lock:
             if service.is_over and self._services.pop(session, None) is not None:
                 service.close()
-                print(service.summary(), flush=True)
                 self._lock.notify_all()
+                with contextlib.suppress(OSError):  # a full disk of its log
+                    print(service.summary(), flush=True)
 
     def drain(self) -> None:
         """Take nobody new, and wait until no worker is connected any more: rank 0 may be done before others are."""

@@ -1,15 +1,19 @@
 """Service: what an optimizer node does for the workers that hold the same stages: takes gradients, updates, and gives parameters.
 
-Each worker has two connections. On "push" it sends gradients (or, where another worker speaks for it, that it has added its own to that
-one's), the end of a window of batches, and a commit for each optimizer step; nothing comes back. On "pull" it asks and is answered:
+Each worker has two connections at least. On "push" it sends gradients (or, where another worker speaks for it, that it has added its own to
+that one's), the end of a window of batches, and a commit for each optimizer step; nothing comes back. On "pull" it asks and is answered:
 
     fetch {unit, version, whole}  the parameters, when they are of that version; "whole": only where no step is half done
     keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
     norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
     states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
     settle {window}               that the commit of a window, and with it all before, is found to be right, and done
+    sees {folder, name}           whether the node sees a file, and can write beside it
     rest                          the run has ended well: from here on a connection may close
     try {num_bytes}               so many bytes, by which a link is measured
+
+For each part of a checkpoint that the node writes there is one more, "save": it brings what is wanted, {path, version, units}, and is
+answered twice: when from now on nothing that changes on the node changes what is written, and when that is written.
 
 When units are updated is for updates.py, and where they lie for store.py. A worker that is lost ends the service for all.
 """
@@ -20,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +34,7 @@ from lightning_holmes.errors import ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Channel
 from lightning_holmes.optim.node.description import UnitLayout, check_module, find_class
 from lightning_holmes.optim.node.node_options import NodeOptions
+from lightning_holmes.optim.node.part_file import PartFile, Wanted, can_write_beside
 from lightning_holmes.optim.node.storing import make_units
 from lightning_holmes.optim.node.unit import Unit
 from lightning_holmes.optim.node.updates import Updates
@@ -91,6 +97,7 @@ class Service:
             "keys": self._keys,
             "load": self._load,
             "settle": self._settle,
+            "sees": self._sees,
             "rest": self._rest,
             "try": self._try,
         }
@@ -127,9 +134,11 @@ class Service:
         with self._changed:
             self._num_lanes += 1
         try:
-            self._pull(channel, worker) if kind == "pull" else self._push(channel, worker)
+            {"pull": self._pull, "push": self._push, "save": self._save}[kind](channel, worker)
         except ConnectionLostError as error:
-            if worker not in self._resting:
+            if (
+                kind != "save" and worker not in self._resting
+            ):  # a save may be given up, say where the worker's own part fails
                 self.fail("lost", f"worker {worker} is gone ({error})")
         except Exception as error:
             self._fail_with(error)
@@ -156,6 +165,28 @@ class Service:
                 except Exception as error:
                     self._fail_with(error)
                 channel.send(answer if self._failure is None else {"failure": self._failure})
+
+    def _save(self, channel: Channel, worker: int) -> None:
+        message = channel.receive()
+        units = {self._units[index]: Wanted(**wanted) for index, wanted in message["units"].items()}
+        version = message["version"]
+        if not self._wait(lambda: all(unit.version >= version for unit in units)):
+            channel.send({"failure": self._failure})
+            return
+        assert all(unit.version == version for unit in units), "a worker saves in the midst of a step"
+        try:
+            file = PartFile(Path(message["path"]), units)
+        except OSError as error:
+            channel.send({})
+            channel.send({"error": f"{type(error).__name__}: {error}"})
+            return
+        if self._store is None:
+            channel.send({})
+            channel.send(file.run())
+        else:  # which has no memory for what is written and what is stepped at once
+            written = file.run()
+            channel.send({})
+            channel.send(written)
 
     def _push(self, channel: Channel, worker: int) -> None:
         allocate = functools.partial(self._allocate, worker)
@@ -283,6 +314,9 @@ class Service:
     def _settle(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         self._wait(lambda: self._last_window >= message["window"])
         return {}
+
+    def _sees(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
+        return {"sees": can_write_beside(message["folder"], message["name"])}
 
     def _rest(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         self._resting.add(worker)

@@ -10,6 +10,7 @@ the same, bit for bit. States of a few elements (Adam's step) stay in memory.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -295,14 +296,15 @@ class StoredUnit(Unit):
         finally:
             self._store.states.give(slot)
 
-    def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
+    def state_keys(self, names: Collection[str]) -> dict[str, dict[str, int]]:
         with self._lock:
-            found = {name: list(small) for name, small in self._small.items() if name in names}
-            for name, key in self._entries:
+            found = {name: dict.fromkeys(small, 0) for name, small in self._small.items() if name in names}
+            for (name, key), (_, shape, dtype) in self._entries.items():
                 if name in names:
-                    found[name].append(key)
-        for name in self._stepped.intersection(names) if self.layout.has_masters else ():
-            found.setdefault(name, []).append(MASTER_WEIGHT)
+                    found[name][key] = shape.numel() * dtype.itemsize
+        for name, whole in zip(self.layout.names, self.layout.shapes, strict=True) if self.layout.has_masters else ():
+            if name in names and name in self._stepped:
+                found.setdefault(name, {})[MASTER_WEIGHT] = math.prod(whole) * self.layout.dtype.itemsize
         return found
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -12,7 +12,7 @@ optimizer steps whole parameters. A parameter that no worker's microbatch has re
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,25 @@ class Unit:
         self._reached: set[str] = set()
         self._num_edited = 0
         self._norms: dict[tuple[int, str], float] = {}  # after so many edits
+        self._before_change: list[Callable[[Unit], None]] = []
+
+    # what is written of it
+
+    def expect(self, read: "Callable[[Unit], None]") -> None:
+        """Call ``read`` once, with the lock held, before anything here changes, or in :meth:`meet`."""
+        with self._lock:
+            self._before_change.append(read)
+
+    def meet(self, read: "Callable[[Unit], None]") -> None:
+        """Let who is expected read now, if it has not been its turn."""
+        with self._lock:
+            if read in self._before_change:
+                self._before_change.remove(read)
+                read(self)
+
+    def _begin_change(self) -> None:
+        while self._before_change:
+            self._before_change.pop(0)(self)
 
     def _start(self) -> dict[str, Tensor]:
         """Parameters without values yet."""
@@ -65,8 +84,10 @@ class Unit:
 
     def keep(self, values: Tensor, version: int) -> None:
         """Values from a worker, (numel,)."""
-        self._follow(self._values, values)
-        self.version = version
+        with self._lock:
+            self._begin_change()
+            self._follow(self._values, values)
+            self.version = version
 
     def _follow(self, held: Tensor, values: Tensor) -> None:
         """Hold ``values``; of masters those that are rounded to them stay."""
@@ -189,6 +210,7 @@ class Unit:
             UnsupportedModuleError: the optimizer keeps count in its groups' options, which are the workers'.
         """
         with self._lock:
+            self._begin_change()
             if self.optimizer is not None:
                 self._step(self.optimizer, self._edited(window, edits), options)
             self.forget()
@@ -230,23 +252,32 @@ class Unit:
         masters = {n: v for n, v in self.layout.views(values).items() if n in names and n in self._stepped}
         return {n: states.get(n, {}) | {MASTER_WEIGHT: master} for n, master in masters.items()}
 
-    def state_keys(self, names: Collection[str]) -> dict[str, list[str]]:
-        """What they consist of."""
+    def state_keys(self, names: Collection[str]) -> dict[str, dict[str, int]]:
+        """What they consist of, and the bytes of each entry's numbers."""
         with self.states(names) as found:
-            return {name: list(state) for name, state in found.items()}
+            return {name: {key: _num_bytes(value) for key, value in state.items()} for name, state in found.items()}
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse, as torch loads states: in the parameters' types."""
         if self.optimizer is None:
             return
+        with self._lock:
+            self._begin_change()
+            self._load(self.optimizer, states)
+
+    def _load(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name in states if self.layout.has_masters else ():
             saved = states[name].get(MASTER_WEIGHT)
             if saved is not None:  # unless other weights were loaded, say
                 sent, master = self.layout.sent_dtype, self.parameters[name].detach()
                 master.copy_(torch.where(saved.to(sent) == master.to(sent), saved, master))
         states = {n: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}
-        held = self.optimizer.state_dict()
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = optimizer.state_dict()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         names = {id(p): n for n, p in self.parameters.items()}
         held["state"] = {i: states[names[id(p)]] for i, p in enumerate(params) if states.get(names[id(p)])}
-        self.optimizer.load_state_dict(held)
+        optimizer.load_state_dict(held)
+
+
+def _num_bytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
