@@ -155,6 +155,9 @@ class Attempt:
                     if self.codes[rank] and first_end is None:
                         first_end = now
                         self._end_host_of(rank, now)
+            left = self.pids.keys() - self.codes.keys()
+            if left and left <= self.stopped:  # which nobody waits for any more
+                self._signal(signal.SIGKILL, list(left))
             if now - began > limit_s and not self.hung:
                 self.hung = sorted(self.pids.keys() - self.codes.keys() - self.stopped)
                 self._signal(signal.SIGKILL, list(self.pids))
