@@ -128,7 +128,7 @@ class CheckpointManager:
         systems = self._systems(job, target.parent, job.all_gather)
         save = self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
         if self.others_may_write:
-            save = self._leave_to_others(job, save)
+            save = self.leave_to_others(job, save)
         if background:
             save = replace(save, values=self._staging.copy(save.values))
         if self.reading is not None:
@@ -136,7 +136,7 @@ class CheckpointManager:
         meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
         self._writer.run(functools.partial(save.run, meeting), background=background)
 
-    def _leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
+    def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
         """Let who has values elsewhere and sees the folder write them. All ranks must call."""
         save.prepare()
         folder, values = save.target.parent, save.values

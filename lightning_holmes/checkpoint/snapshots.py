@@ -400,9 +400,9 @@ class SnapshotManager(CheckpointManager):
         save = replace(save, prepare=functools.partial(_remove, old))
         return save if self._copies is None else replace(save, copy=self._copies)
 
-    def _leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
+    def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
         """Not where hosts keep copies for each other, of what their own ranks write."""
-        return save if self._copies is not None else super()._leave_to_others(job, save)
+        return save if self._copies is not None else super().leave_to_others(job, save)
 
     def _check_room(self, job: Job, systems: FileSystems, save: FolderSave) -> None:
         """Refuse a folder that two snapshots do not fit in. All ranks must call."""

@@ -34,11 +34,12 @@ class HiddenState(MutableMapping[Any, Any]):
     def _shown(self) -> Any:
         """The states, to a method of the optimizer."""
         here: Any = inspect.currentframe()
-        if not self._may_read(here.f_back.f_back):
+        if not self.may_read(here.f_back.f_back):
             self._refuse()
         return self.own
 
-    def _may_read(self, frame: FrameType) -> bool:
+    def may_read(self, frame: FrameType) -> bool:
+        """Whether what runs in ``frame`` is the optimizer itself."""
         return frame.f_locals.get("self") is self._optimizer and frame.f_code.co_name != "state_dict"
 
     def _refuse(self) -> NoReturn:
@@ -98,8 +99,8 @@ class StateOnNodes(HiddenState):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer, "")
 
-    def _may_read(self, frame: FrameType) -> bool:
-        return super()._may_read(frame) or frame.f_globals.get("__name__", "").partition(".")[0] in _OWN
+    def may_read(self, frame: FrameType) -> bool:
+        return super().may_read(frame) or frame.f_globals.get("__name__", "").partition(".")[0] in _OWN
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedModuleError(
