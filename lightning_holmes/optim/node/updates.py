@@ -40,10 +40,11 @@ class Updates:
         fail: Callable[[Exception], None],
     ) -> None:
         self.num_steps, self.seconds = 0, 0.0
-        self._units, self._num_workers = units, num_workers
+        self._units = units
         self._changed, self._committed, self._fail = changed, committed, fail
         self._lock = threading.Lock()
-        self._commits: list[dict[str, Any] | None] = [None] * num_workers
+        # of each worker those that another one has not made: where updates need no commit, one may be a step ahead
+        self._commits: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]
         self._last_window = 0
         self._begun: dict[int, list[dict[str, Any]]] = {}  # by window, of all workers
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -72,11 +73,10 @@ class Updates:
     def commit(self, worker: int, message: dict[str, Any]) -> None:
         """A worker's optimizer has stepped."""
         with self._lock:
-            self._commits[worker] = message
-            if any(commit is None for commit in self._commits):
+            self._commits[worker].append(message)
+            if not all(self._commits):
                 return
-            first, *others = [commit for commit in self._commits if commit is not None]
-            self._commits = [None] * self._num_workers
+            first, *others = [commits.popleft() for commits in self._commits]
         for other, commit in enumerate(others, start=1):
             if repr(commit) != repr(first):  # a norm that is no number is unlike itself
                 what = next(key for key in first if repr(commit.get(key)) != repr(first[key]))
