@@ -163,7 +163,7 @@ def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Val
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of a tensor; 0 for anything else."""
+    """Bytes of a tensor, also of one that is read later; 0 for anything else."""
     if isinstance(value, Deferred):
         return value.num_bytes
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -6,6 +6,7 @@ strategy = contender.make_strategy(job)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -219,6 +220,11 @@ def why_not_blind(job: BenchmarkJob) -> str | None:
     return "needs clusters of one size with two hosts or more" if len(sizes) != 1 or sizes == {1} else None
 
 
+_holmes = functools.partial(Contender, accumulates=False, gloo_on_ethernet=False)
+"""This package cuts a batch itself, and finds cards itself."""
+_with_nodes = functools.partial(_holmes, node_order=in_order)
+"""Likewise, with optimizer nodes."""
+
 _ALL = (
     # no way of training on these hosts computes less, and none waits less
     Contender(
@@ -251,28 +257,22 @@ _ALL = (
         make_strategy=make_fsdp2,
         make_module=lambda job: KeptGPT(**job.workload.model_arguments),
     ),
-    Contender(
+    _holmes(
         name="layered",
         title="Holmes, layered, parameters in shards",
         make_strategy=make_layered(),
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _holmes(
         name="layered-reduce-scatter",
         title="Holmes, layered, by gloo's reduce-scatter",
         make_strategy=make_layered("reduce_scatter"),
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _holmes(
         name="layered-p2p",
         title="Holmes, layered, by messages",
         make_strategy=make_layered("p2p"),
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _holmes(
         name="layered-whole",
         title="Holmes, layered, ZeRO-1, parameters whole",
         make_strategy=lambda job: HolmesStrategy(
@@ -281,66 +281,47 @@ _ALL = (
             sharded_optimizer=job.world_size > 1,
             num_microbatches=job.workload.microbatches,
         ),
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _holmes(
         name="breadth-first",
         title="Holmes, breadth-first pipeline of all hosts, bubble (P-1)/(M V)",
         make_strategy=make_breadth_first,
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _with_nodes(
         name="optimizer-node",
         title="Holmes, an optimizer node",
         make_strategy=make_with_nodes(),
-        accumulates=False,
-        gloo_on_ethernet=False,
         optimizer_nodes=1,
-        node_order=in_order,
     ),
-    Contender(
+    _with_nodes(
         name="optimizer-node-kept",
         title="Holmes, an optimizer node, parameters kept to the backward",
         make_strategy=make_with_nodes(keeps=True),
-        accumulates=False,
-        gloo_on_ethernet=False,
         optimizer_nodes=1,
-        node_order=in_order,
     ),
     *(
-        Contender(
+        _with_nodes(
             name=f"optimizer-node-{route}",
             title=f"Holmes, an optimizer node, {said}",
             make_strategy=make_with_nodes(gradient_sync=route),
-            accumulates=False,
-            gloo_on_ethernet=False,
             optimizer_nodes=1,
-            node_order=in_order,
         )
         for route, said in (("star", "each worker for itself"), ("aggregator", "a worker for each cluster"))
     ),
     *(
-        Contender(
+        _with_nodes(
             name=f"optimizer-nodes-{count}",
             title=f"Holmes, {count} optimizer nodes",
             make_strategy=make_with_nodes(count),
-            accumulates=False,
-            gloo_on_ethernet=False,
             optimizer_nodes=count,
-            node_order=in_order,
         )
         for count in (2, 4)
     ),
-    Contender(
+    _with_nodes(
         name="optimizer-nodes-staged",
         title="Holmes, a stage and an optimizer node in each cluster",
         make_strategy=make_staged_with_nodes,
-        accumulates=False,
-        gloo_on_ethernet=False,
         optimizer_nodes=2,
-        node_order=in_order,
         why_not=why_not_staged,
     ),
     *(
@@ -354,12 +335,10 @@ _ALL = (
         )
         for name, said, carried in (("sockets", "2 P", (1, 2)), ("sockets-kept", "P", (1, 1)))
     ),
-    Contender(
+    _holmes(
         name="zero1",
         title="Holmes, two stages, 1F1B with ZeRO-1",
         make_strategy=make_pipeline_with_zero1,
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
     Contender(
         name="blind",
@@ -368,19 +347,15 @@ _ALL = (
         node_order=lambda job: [name for names in hosts_of_blind_stages(job) for name in names],
         why_not=why_not_blind,
     ),
-    Contender(
+    _holmes(
         name="holmes",
         title="Holmes",
         make_strategy=lambda job: HolmesStrategy(),
-        accumulates=False,
-        gloo_on_ethernet=False,
     ),
-    Contender(
+    _holmes(
         name="holmes-fast",
         title="Holmes, fast links everywhere",
         make_strategy=lambda job: HolmesStrategy(),
-        accumulates=False,
-        gloo_on_ethernet=False,
         fast_everywhere=True,
     ),
 )
