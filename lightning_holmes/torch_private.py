@@ -4,6 +4,7 @@ No other file imports a name with a leading underscore from torch.
 """
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "MODULE_REGISTRIES",
     "FakeTensorMode",
+    "ForwardingGroup",
     "TorchDispatchMode",
     "argument_names",
     "async_value",
@@ -41,10 +43,12 @@ __all__ = [
     "is_broken_graph",
     "is_compiled",
     "is_dropout",
+    "leave_for_good",
     "local_tensor",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
+    "plain_group",
     "registered_buffers",
     "registered_modules",
     "registered_parameters",
@@ -98,8 +102,91 @@ def gloo_group(
     return group
 
 
+def plain_group(store: Any, rank: int, size: int, backend: Any) -> Any:
+    """A group of a backend for tensors on the host, as ``new_group`` makes one, but known to nobody."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group
+
+
+def leave_for_good(group: Any) -> None:
+    """Never end a gloo group in which an operation hangs: its end would wait for that operation's timeout."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class ForwardingGroup(dist.ProcessGroup):
+    """A group that hands its collectives to :meth:`collective`, and has the rest of another one, which may be exchanged.
+
+    Of a backend's creator ``new_group`` takes such a group as it is (torch 2.13).
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.timeout = timeout
+        self.forwarded: Any = None
+        self._names = {"name": "", "desc": ""}
+
+    def forward_to(self, group: Any) -> None:
+        """Have what ``group`` has from now on; None: nothing."""
+        self.forwarded = group
+
+    def collective(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Start the collective ``name`` of a group, and give its work."""
+        raise NotImplementedError
+
+    def _set_group_name(self, name: Any) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._names["desc"] = desc
+
+    def getGroupName(self) -> str:  # as torch calls it
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:
+        return self._names["desc"]
+
+    def getBackendName(self) -> str:
+        return "gloo"
+
+    @property
+    def group_name(self) -> Any:
+        return self._names["name"]
+
+    @property
+    def group_desc(self) -> str:
+        return self._names["desc"]
+
+
+def _forward(name: str) -> Any:
+    def start(self: ForwardingGroup, *args: Any, **kwargs: Any) -> Any:
+        return self.collective(name, args, kwargs)
+
+    return start
+
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter", "allgather"),
+    *("_allgather_base", "all_gather_single", "allgather_coalesced", "all_gather_single_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *(
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "all_to_all_single",
+    ),
+)
+for _name in _COLLECTIVES:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ForwardingGroup, _name, _forward(_name))
+
+
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long operations of a group that :func:`gloo_group` has made may take."""
+    if isinstance(group, ForwardingGroup):
+        return group.timeout
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
 

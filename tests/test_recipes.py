@@ -385,6 +385,7 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "optimizer_states": "memory",
         "keep_parameters": "auto",
         "master_weights": True,
+        "repeat_transfers": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],
     }

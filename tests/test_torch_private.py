@@ -132,6 +132,40 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
     assert not torch_private.is_backend_registered("no_such_backend")
 
 
+def test_a_backend_may_give_a_group_that_forwards_to_another(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    class Counting(torch_private.ForwardingGroup):
+        def collective(self, name, args, kwargs):  # type: ignore[no-untyped-def]
+            self.started = [*getattr(self, "started", []), name]
+            return getattr(self.forwarded, name)(*args, **kwargs)
+
+    def create(options, _):  # type: ignore[no-untyped-def]
+        devices, timeout = [torch_private.gloo_device("lo")], timedelta(seconds=20)
+        store, rank, size = options.store, options.group_rank, options.group_size
+        backend = torch_private.gloo_group(store, rank, size, devices, timeout, connect=timeout)
+        group = Counting(rank, size, timeout)
+        group.forward_to(torch_private.plain_group(store, rank, size, backend))
+        return group
+
+    dist.Backend.register_backend("holmes_counting", create, extended_api=True, devices=["cpu"])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group, tensor = dist.new_group([0], backend="holmes_counting", group_desc="counted"), torch.ones(2)
+        gathered = [torch.empty(2)]
+        dist.all_reduce(tensor, group=group)
+        dist.all_gather(gathered, tensor, group=group)
+        dist.broadcast(tensor, 0, group=group)
+        dist.barrier(group)
+        assert group.started == ["allreduce", "allgather", "broadcast", "barrier"] and gathered[0].tolist() == [
+            1.0,
+            1.0,
+        ]
+        assert group.group_desc == "counted" and dist.get_process_group_ranks(group) == [0]
+        assert torch_private.gloo_timeout(group) == timedelta(seconds=20)
+        dist.destroy_process_group(group)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_gloo_has_no_ibverbs() -> None:
     """Where this fails, torch has learnt it: let gloo groups on an RDMA fabric use it (comm/gloo.py), where it opens."""
     program = "from lightning_holmes import torch_private; torch_private.gloo_device('lo')"

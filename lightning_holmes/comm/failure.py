@@ -18,7 +18,9 @@ from typing import Any
 
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.cards import CardWatch
+from lightning_holmes.comm.gloo import CONNECT_AGAIN
 from lightning_holmes.comm.lost import is_lost
+from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
@@ -76,7 +78,8 @@ class FailureWatch:
         """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
         stuck. None: nobody asks any more."""
         self.cards: CardWatch | None = None
-        """Fast cards of this rank; a run ends where one stays down."""
+        """Fast cards of this rank; where one stays down the run goes on over others, or ends."""
+        self._moves: Moves | None = None
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
         self.on_end: Callable[[str], None] = lambda line: None
@@ -169,16 +172,41 @@ class FailureWatch:
         self._grace_s = _SILENCE_S  # what this rank does never ends by itself; the other one must read this first
         self._tell_first(Failure(rank, f"{UnevenDataError.__name__}: {words}"))
 
+    def move_by(self, moves: Moves) -> None:
+        """Where a card stays down, or has returned, all ranks move their groups."""
+        self._moves = moves
+        moves.begin_run(self.cards)
+        moves.junction.expects = lambda: not (self._stop.is_set() or self._gone.is_set() or self._cause)
+
     def _look_at_cards(self) -> bool:
-        """End the run on all ranks where a card of this one stays down; whether it is so."""
+        """Where a card of this rank stays down have the groups moved, or end the run on all ranks; whether it ends."""
         lost = None if self.cards is None else self.cards.lost()
-        if lost is None:
+        if self._moves is not None:
+            back = None if self.cards is None else self.cards.returned()
+            self._look_at_moves(self._moves, lost or back)
             return False
+        if lost is not None:
+            self._end_for_card(lost)
+        return lost is not None
+
+    def _end_for_card(self, lost: str) -> None:
         words = f"{lost}. Started again, the run goes on over Ethernet, or over the card if that is back"
         self._tell_first(Failure(self._rank, f"{ConnectionLostError.__name__}: {words}"))
         self._grace_s = _SILENCE_S  # the others read it meanwhile
         self._end_process(f"[rank {self._rank}] ends, because {words}")
-        return True
+
+    def _look_at_moves(self, moves: Moves, why: str | None) -> None:
+        """Ask all to move, if there is a reason here; begin what was asked for first."""
+        if moves.is_moving:
+            return
+        place = self._key(f"move/{moves.number + 1}")
+        if why and self._store.add(f"{place}/first", 1) == 1:
+            self._store.set(place, why)
+        if self._store.check([place]):
+            why = self._store.get(place).decode()
+            store = self._store.clone()
+            store.set_timeout(CONNECT_AGAIN)  # gloo waits in it for members that have failed
+            moves.begin(store, place, why, self._end_for_card)
 
     def _answer(self) -> None:
         asked = self.on_doubt
@@ -240,6 +268,8 @@ class FailureWatch:
         self._stop.set()
         self._store_watch.stop()
         self._thread.join(timeout_s)
+        if self._moves is not None:
+            self._moves.end_run(timeout_s)
 
     def _watch(self) -> None:
         try:

@@ -12,6 +12,7 @@ a second, and the groups of a rank are many.
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,13 +21,16 @@ import psutil
 import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within, is_gone
+from lightning_holmes.comm.movable import Junction, MovableGroup
+from lightning_holmes.comm.sockets import End, listening
 from lightning_holmes.errors import ConfigurationError, UnreachableError
-from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
+from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered, plain_group
 
 GLOO = "holmes_gloo"
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
 _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
+CONNECT_AGAIN = timedelta(seconds=15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,15 @@ class GlooOptions:
 
     devices: tuple[Any, ...]
     ends: str = ""
+    moving: "Moving | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What a group needs whose connections may be made anew: ``now()`` gives the options of the cards that are chosen now."""
+
+    junction: Junction
+    now: Callable[[], GlooOptions]
 
 
 class GlooDevices:
@@ -42,6 +55,8 @@ class GlooDevices:
 
     def __init__(self) -> None:
         self._made: dict[str | None, Any] = {}
+        self.ends: set[End] = set()
+        """Where they listen."""
         register()
 
     def on(self, interface: str | None, ends: str = "") -> GlooOptions:
@@ -58,8 +73,10 @@ class GlooDevices:
 
     def _device(self, interface: str | None) -> Any:
         if interface not in self._made:
+            before = listening()
             try:
                 self._made[interface] = gloo_device(interface)
+                self.ends |= listening() - before
             except RuntimeError as error:
                 raise ConfigurationError(
                     f"gloo cannot use the network interface {interface or 'that it chose by itself'}: {error}. Is it up "
@@ -87,9 +104,22 @@ def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
 
 
 def _create(options: Any, given: GlooOptions) -> Any:
+    moving = given.moving
+    if moving is None:
+        return _connect(options, given, options.store, _CONNECT)
+
+    def connect(store: Any) -> Any:
+        met, limit = (options.store, _CONNECT) if store is None else (store, CONNECT_AGAIN)
+        backend = _connect(options, moving.now(), met, limit)
+        return plain_group(met, options.group_rank, options.group_size, backend)
+
+    return MovableGroup(connect, options.group_rank, options.group_size, options.timeout, moving.junction)
+
+
+def _connect(options: Any, given: GlooOptions, store: Any, connect: timedelta) -> Any:
     try:
         return gloo_group(
-            options.store, options.group_rank, options.group_size, given.devices, options.timeout, connect=_CONNECT
+            store, options.group_rank, options.group_size, given.devices, options.timeout, connect=connect
         )
     except RuntimeError as error:
         raise UnreachableError(

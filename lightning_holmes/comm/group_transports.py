@@ -33,7 +33,7 @@ class GroupTransports:
     def __init__(
         self, chooser: TransportChooser | None, *, rank: int, backend: str, user: UserSettings | None = None
     ) -> None:
-        self._chooser = chooser
+        self._chooser = self._first_chooser = chooser
         self._rank = rank
         self._backend = backend
         self._user = user or UserSettings()
@@ -47,6 +47,27 @@ class GroupTransports:
         if key not in self._chosen:
             self._chosen[key] = self._chooser.choose(key)
         return self._chosen[key]
+
+    def choose_anew(self, down: Iterable[tuple[str, str]] | None) -> None:
+        """Forget what was chosen: of the fast cards those in ``down``, host and card, cannot be used now; None: none can."""
+        if self._first_chooser is not None:
+            self._chooser = self._first_chooser.without(None if down is None else set(down))
+        self._chosen.clear()
+
+    def is_movable(self, ranks: Sequence[int]) -> bool:
+        """Whether a group uses sockets on fast cards, and has Ethernet to go to; the same on all ranks."""
+        choice = self.choose(ranks)
+        if choice is None or not choice.is_rdma or self._backend != "gloo" or self._chooser is None:
+            return False
+        others = [self._chooser.main_nic(rank) for rank in ranks]
+        return self._user.get("GLOO_SOCKET_IFNAME") is None and all(nic is not None and nic.interface for nic in others)
+
+    def names_of_cards(self, interfaces: Iterable[str]) -> list[tuple[str, str]]:
+        """Host and name of this host's fast cards with these interfaces."""
+        if self._first_chooser is None:
+            return []
+        host, wanted = self._first_chooser.host(self._rank), set(interfaces)
+        return [(host.name, nic.name) for nic in host.nics if nic.kind != "ethernet" and nic.interface in wanted]
 
     def interface(self, ranks: Sequence[int]) -> str | None:
         """The interface on which this rank's gloo connects a group, or those that the user names; None: gloo's own choice."""

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.collectives import SyncGroups
-from lightning_holmes.comm.gloo import GLOO, GlooDevices
+from lightning_holmes.comm.gloo import GLOO, GlooDevices, GlooOptions, Moving
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.lost import is_lost
+from lightning_holmes.comm.movable import Junction
 from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -40,6 +41,7 @@ class GroupBuilder:
         device: where tensors live.
         timeout: of the groups.
         transports: which network card a group uses; None: what the libraries choose.
+        repeats: groups on fast cards can be moved to others (moves.py).
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class GroupBuilder:
         device: torch.device,
         timeout: timedelta | None,
         transports: GroupTransports | None = None,
+        repeats: bool = False,
     ) -> None:
         self.rank = rank
+        self.repeats = repeats
         self.backend = backend
         self.device = device
         self.timeout = timeout
         self.owned: list[dist.ProcessGroup] = []
         self._on_host: set[str] = set()
         self._gloo = GlooDevices()
-        self._transports = transports or GroupTransports(None, rank=rank, backend=backend)
+        self.junction = Junction(GlooDevices())
+        self.transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
     def build(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
         """A group of ``ranks``; None on ranks outside it and for a single one.
@@ -105,19 +110,19 @@ class GroupBuilder:
     def describe(self, group: dist.ProcessGroup | None) -> str:
         """A group for messages: its name, what it runs on, and its members with their hosts and cards."""
         if group is None:
-            everyone = self._transports.ends(range(dist.get_world_size()), on_host=True)
+            everyone = self.transports.ends(range(dist.get_world_size()), on_host=True)
             return f"the group of all ranks ({dist.get_backend()}{everyone and '; ' + everyone})"
         ranks = dist.get_process_group_ranks(group)
         on_host = group.group_desc in self._on_host
-        transport = "gloo" if on_host else self._transports.describe(ranks)[0]
-        ends = self._transports.ends(ranks, on_host=on_host) or f"ranks {', '.join(map(str, ranks))}"
+        transport = "gloo" if on_host else self.transports.describe(ranks)[0]
+        ends = self.transports.ends(ranks, on_host=on_host) or f"ranks {', '.join(map(str, ranks))}"
         return f"the group {group.group_desc} ({transport}; {ends})"
 
     def fast_cards(self) -> dict[str, str]:
         """By the interface of each RDMA card that this rank's groups use, what is to be told if it goes down."""
         users: dict[tuple[str, str], list[dist.ProcessGroup]] = {}
         for group in self.owned:
-            card = self._transports.fast_card(dist.get_process_group_ranks(group))
+            card = self.transports.fast_card(dist.get_process_group_ranks(group))
             if card is not None and group.group_desc not in self._on_host:
                 users.setdefault(card, []).append(group)
         return {
@@ -137,17 +142,25 @@ class GroupBuilder:
         if on_host or self.backend == "gloo":
             backend = GLOO
             if self.rank in ranks:
-                transports = self._transports
+                transports = self.transports
                 interface = transports.host_interface() if on_host else transports.interface(ranks)
-                options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
+                if self.repeats and not on_host and transports.is_movable(ranks):
+                    options = GlooOptions((), moving=Moving(self.junction, lambda: self._chosen_now(ranks)))
+                else:
+                    options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
         else:
             backend = self.backend
-            net_name = self._transports.net_name(ranks) if self.rank in ranks else None
+            net_name = self.transports.net_name(ranks) if self.rank in ranks else None
             options = None if net_name is None else nccl_options(net_name)
         created: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=self.timeout, backend=backend, pg_options=options, group_desc=name
         )
         return created
+
+    def _chosen_now(self, ranks: Sequence[int]) -> GlooOptions:
+        """Of a movable group: on devices of their own, so that connections to these are theirs."""
+        devices: GlooDevices = self.junction.devices
+        return devices.on(self.transports.interface(ranks), self.transports.ends(ranks))
 
     def build_p2p(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
         """A group of two between which tensors go one way; None on other ranks.

@@ -10,8 +10,9 @@ NIC selection). InfiniBand and RoCE cannot talk to each other, and a card that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
@@ -59,6 +60,26 @@ class TransportChooser:
     def __init__(self, topology: Topology, *, sockets: bool = False) -> None:
         self._places = topology.places()
         self._sockets = sockets
+
+    def without(self, down: Collection[tuple[str, str]] | None) -> TransportChooser:
+        """One that takes these fast cards, host and name, to be down; None: all."""
+        made = copy.copy(self)
+        made._places = [
+            (
+                cluster,
+                replace(
+                    host,
+                    nics=tuple(
+                        replace(nic, up=False)
+                        if nic.kind in _RDMA and (down is None or (host.name, nic.name) in down)
+                        else nic
+                        for nic in host.nics
+                    ),
+                ),
+            )
+            for cluster, host in self._places
+        ]
+        return made
 
     def choose(self, ranks: Sequence[int]) -> TransportChoice:
         """The best card that all ``ranks`` share."""

@@ -26,6 +26,7 @@ from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
+from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.uncaught import one_line, show_as
@@ -68,7 +69,8 @@ class Connection:
         self.watch: FailureWatch | None = None
         self._environment = environment
         self._has_groups = False
-        self._cards: dict[str, str] = {}
+        self._cards: CardWatch | None = None
+        self._moves: Moves | None = None
 
     @property
     def master(self) -> str | None:
@@ -127,20 +129,22 @@ class Connection:
             return refusal
         return None
 
-    def settle(self, cards: dict[str, str]) -> None:
+    def settle(self, cards: dict[str, str], moves: Moves | None) -> None:
         """All groups are connected: whatever breaks from now on was reachable.
 
         Args:
             cards: the fast ones that they use, as :class:`CardWatch` takes them.
+            moves: brings groups to other cards; None: no rank has such.
         """
-        self._has_groups, self._cards = True, cards
+        self._has_groups, self._cards, self._moves = True, CardWatch(cards) if cards else None, moves
         if self.watch is not None:
             self.watch.on_doubt = None
             self._watch_cards(self.watch)
 
     def _watch_cards(self, watch: FailureWatch) -> None:
-        if self._cards:
-            watch.cards = CardWatch(self._cards)
+        watch.cards = self._cards
+        if self._moves is not None:
+            watch.move_by(self._moves)
 
     def close(self) -> None:
         """Watch no more; WORLD stays, for a later run."""

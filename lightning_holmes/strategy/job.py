@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes import checkpoint
 from lightning_holmes.comm.mesh import release
+from lightning_holmes.comm.moves import Moves
 from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.job_layout import build_device_mesh, find_topology, lay_out_job
@@ -56,7 +57,10 @@ class Job:
             facts=agreement.version_facts() | facts,
             sent_dtype=options.sent_dtype,
         )
-        connection.settle(self.layout.groups.builder.fast_cards())
+        builder = self.layout.groups.builder
+        moves = Moves(builder.junction, builder.transports, rank=connection.rank, world_size=connection.world_size)
+        has_moves = builder.repeats and any(connection.all_gather(bool(builder.junction.groups)))
+        connection.settle(builder.fast_cards(), moves if has_moves else None)
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

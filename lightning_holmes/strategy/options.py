@@ -77,6 +77,7 @@ class Options:
     optimizer_states: str
     keep_parameters: bool | Literal["auto"]
     master_weights: bool
+    repeat_transfers: bool
     monitor: bool | int
     process_group_backend: str | None
     timeout: timedelta | None
@@ -107,7 +108,7 @@ class Options:
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
         for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters", "keep_parameters"):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
-        for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
+        for name in ("broadcast_batch", "async_checkpoint", "master_weights", "repeat_transfers"):
             _check_one_of(name, getattr(self, name), (True, False))
         if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
             raise ConfigurationError(

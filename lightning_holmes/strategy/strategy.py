@@ -142,6 +142,8 @@ class HolmesStrategy(ParallelStrategy):
         keep_parameters: with optimizer nodes, keep parameters from a batch's forward to its backward: they come once, and take memory;
             "auto": where they take at most a quarter of what is free.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
+        repeat_transfers: where a fast card is lost, go on over Ethernet, and over the card when it is back (gloo; see docs/faults.md). Transfers
+            over fast cards are copied for it.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
@@ -186,6 +188,7 @@ class HolmesStrategy(ParallelStrategy):
         optimizer_states: str = "memory",
         keep_parameters: bool | Literal["auto"] = "auto",
         master_weights: bool = False,
+        repeat_transfers: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),

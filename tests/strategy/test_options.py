@@ -10,7 +10,14 @@ import torch
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
 
-SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "sharded_optimizer", "save_distributed_checkpoint")
+SWITCHES = (
+    "broadcast_batch",
+    "async_checkpoint",
+    "master_weights",
+    "repeat_transfers",
+    "sharded_optimizer",
+    "save_distributed_checkpoint",
+)
 
 
 @pytest.mark.parametrize(

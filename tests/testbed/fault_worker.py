@@ -30,10 +30,12 @@ STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
 
 
 class Stack(LightningModule):
-    """Layers alike. ``kill``: this process ends at once, as by a fault of its host, in the midst of step KILLED_AT."""
+    """Layers alike. ``kill``: this process ends at once, as by a fault of its host, in the midst of step KILLED_AT. ``waits``: it waits in
+    that step, in this hook, until a card goes down."""
 
-    def __init__(self, *, kill: bool = False) -> None:
+    def __init__(self, *, kill: bool = False, waits: tuple[str, str] | None = None) -> None:
         super().__init__()
+        self.waits = waits
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(FEATURES, 1)
         self.kill, self.calls = kill, 0
@@ -43,10 +45,21 @@ class Stack(LightningModule):
         if self.kill and self.calls == 2:  # the second microbatch
             print("killed", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 2:
+            self.wait_in("training_step")
         hidden, target = batch
         for layer in self.layers:
             hidden = layer(hidden)
         return nn.functional.mse_loss(self.head(hidden), target)
+
+    def wait_in(self, hook: str) -> None:
+        if self.waits is not None and hook == self.waits[0] and self.trainer.global_step == KILLED_AT:
+            print("waiting", flush=True)
+            while psutil.net_if_stats()[self.waits[1]].isup:
+                time.sleep(0.01)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wait_in("on_before_optimizer_step")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -63,10 +76,10 @@ class Stack(LightningModule):
 
 
 class Progress(Callback):
-    """Tells the steps and their losses as they are done."""
+    """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times."""
 
-    def __init__(self, folder: Path | None = None, attempt: str = "0") -> None:
-        self.folder, self.attempt = folder, attempt
+    def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0) -> None:
+        self.folder, self.attempt, self.moves = folder, attempt, moves
         self.losses: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -76,10 +89,20 @@ class Progress(Callback):
             path = self.folder / f"losses.{trainer.global_rank}.{self.attempt}"
             with path.open("a") as file:
                 file.write(f"{trainer.global_step} {outputs['loss']:.9g}\n")
+        if self.moves and trainer.global_step == KILLED_AT + 2:
+            moves, end = trainer.strategy._connection._moves, time.monotonic() + 60
+            while (moves.number < self.moves or moves.is_moving) and time.monotonic() < end:
+                time.sleep(0.05)
 
 
 def train(
-    progress: Progress, *, kill: bool = False, folder: Path | None = None, resume: bool = False, **options: Any
+    progress: Progress,
+    *,
+    kill: bool = False,
+    waits: tuple[str, str] | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    **options: Any,
 ) -> None:
     """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
     seed_everything(3)
@@ -97,7 +120,7 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(Stack(kill=kill), ckpt_path="last" if resume else None)
+    trainer.fit(Stack(kill=kill, waits=waits), ckpt_path="last" if resume else None)
 
 
 def write_when_the_link_is_cut() -> None:
@@ -138,11 +161,14 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         else options.get("pipeline", 2),
         num_microbatches=2,
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
+        sharded_optimizer=options.get("sharded_optimizer", "auto"),
+        repeat_transfers="waits" in options,
         **snapshots,
     )
     train(
-        Progress(folder, attempt),
+        Progress(folder, attempt, options.get("moves", 0)),
         kill=kill,
+        waits=options.get("waits") if os.environ["RANK"] == "1" else None,
         folder=folder,
         resume=attempt != "0" and not snapshots,
         strategy=strategy,

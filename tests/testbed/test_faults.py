@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.xdist_group("testbed_faults"),
     pytest.mark.timeout(280),
 ]
+MOVING = ("waits", "moves", "sharded_optimizer")
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(
@@ -92,7 +93,7 @@ class Cut:
 def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     given = {
         key: options.pop(key)
-        for key in ("timeout_s", "kill_rank", "waits_for_cut", "snapshots", "attempt", "pipeline")
+        for key in ("timeout_s", "kill_rank", "waits_for_cut", "snapshots", "attempt", "pipeline", *MOVING)
         if key in options
     }
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(options.get("hosts", bed.hosts)), **given})]
@@ -201,25 +202,39 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
     assert before | after == pytest.approx(plain(), rel=1e-5)
 
 
-def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_over_ethernet(tmp_path: Path) -> None:
-    """Two replicas; baseline: one process, whose loss is the mean of theirs, to 1e-5. The timeout is five minutes."""
+CARDS: dict[str, dict[str, Any]] = {
+    "stages, and it returns": {"pipeline": 2, "hook": "training_step", "moves": 2},
+    "replicas": {"pipeline": 1, "hook": "training_step"},
+    "the gather after an optimizer's step": {
+        "pipeline": 1,
+        "hook": "on_before_optimizer_step",
+        "sharded_optimizer": True,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_a_fast_card_that_goes_down_in_mid_step_costs_seconds_and_nothing_else(case: str, tmp_path: Path) -> None:
+    """Baseline: one process, to 1e-5; of replicas the mean of their losses. The timeout is five minutes."""
+    options = CARDS[case]
     nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
     hosts = tuple(Host(name=f"a{i}", devices=1, nics=nics) for i in range(2))
-    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "before": forked_python()}
-    options |= {"env": {"TORCHELASTIC_RUN_ID": "cards"}, "pipeline": 1}
     with Testbed(Topology(clusters=(Cluster(name="a", hosts=hosts),)), TestbedOptions()) as bed:
-        cut = Cut(bed, "a1.mlx5_0", at=4)
-        results = run(bed, tmp_path, timeout_s=300, echo=cut, **options)
-        assert all(result.exit_code for result in results.values()), shown(results)
-        assert cut.end() < 30, shown(results)
-        for result in results.values():
-            assert re.search(
-                r"\[rank \d\] ends, because .*the roce card mlx5_0 \(\S+, [\d.]+\) of host a1 went down, which the group "
-                r"holmes_\S+ \(.*\).* uses?",
-                result.output,
-            ), shown(results)
-        results = run(bed, tmp_path, attempt="1", **options)
+        card = bed.layout.nic("a1.mlx5_0")[1].interface
+        returns = 7.0 if "moves" in options else None
+        cut = Cut(bed, "a1.mlx5_0", at="waiting", seconds=returns)
+        given = {key: value for key, value in options.items() if key != "hook"} | {"waits": (options["hook"], card)}
+        results = run(bed, tmp_path, timeout_s=300, echo=cut, before=forked_python(), **given)
+        cut.end()
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
-    assert "uses Ethernet" in "".join(result.output for result in results.values()), shown(results)
-    known = [losses(tmp_path, rank) | losses(tmp_path, rank, attempt=1) for rank in range(2)]
+    told = re.findall(
+        r"(.*)\. \d+ groups \((.*)\) use (.*) now, and what was under way was repeated; ([\d.]+) s after",
+        results["a0"].output,
+    )
+    assert told and all(float(seconds) < 10 for *_, seconds in told), shown(results)
+    assert re.search(
+        r"the roce card mlx5_0 \(\S+, [\d.]+\) of host a1 went down, which the group holmes_", told[0][0]
+    ), told
+    assert [("eth0" in cards) for _, _, cards, _ in told] == [True, False][: options.get("moves", 1)], told
+    known = [losses(tmp_path, rank) for rank in range(2)]
     assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)

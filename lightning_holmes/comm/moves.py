@@ -1,0 +1,176 @@
+"""Moves: brings a rank's groups to other cards where a fast card is lost, and back when it has returned, in mid-run.
+
+The rank whose card it is tells all through the store (failure.py); a thread on each then does the same things:
+
+1. all tell in the store which of their cards are down, and choose each group's cards as at the start;
+2. connections of the movable groups are ended, and with them what was under way;
+3. all tell how far each of these groups has come, and connect them anew; if that fails, once more without fast cards;
+4. what is missing is repeated (movable.py).
+
+    moves = Moves(builder.junction, builder.transports, rank=0, world_size=4)
+    moves.begin(store, "holmes/move/1", "the card ... went down", on_lost=end)      # on every rank
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_holmes.comm.answer import answer_within
+from lightning_holmes.comm.cards import CardWatch
+from lightning_holmes.comm.gloo import GlooDevices
+from lightning_holmes.comm.group_transports import GroupTransports
+from lightning_holmes.comm.movable import Junction, MovableGroup
+from lightning_holmes.comm.sockets import end_connections
+from lightning_holmes.errors import ConnectionLostError
+
+_MEETING_S = 60.0  # longer than an operation takes to end, or a connection to fail
+_PAUSE_S = 0.01
+_MOVE_S = 180.0  # where the way to the store is cut, too, its client does not come back
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where all ranks meet for one move: keys in the store."""
+
+    store: Any
+    prefix: str
+    rank: int
+    world_size: int
+    is_over: threading.Event
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """What each rank gives, as plain data. Raises ConnectionLostError: not all came, or the run is over."""
+        self.store.set(f"{self.prefix}/{what}/{self.rank}", json.dumps(value))
+        keys = [f"{self.prefix}/{what}/{rank}" for rank in range(self.world_size)]
+        end = time.monotonic() + _MEETING_S
+        while not self.store.check(keys):
+            if time.monotonic() > end or self.is_over.wait(_PAUSE_S):
+                raise ConnectionLostError(f"not all ranks have come to the job's store within {_MEETING_S:.0f} s")
+        return [json.loads(self.store.get(key)) for key in keys]
+
+
+class Moves:
+    """The moves of one rank's groups.
+
+    Args:
+        junction: the groups.
+        transports: chooses their cards.
+
+    Attributes:
+        cards: of this rank's host that are watched; None: none.
+        number: moves that have begun in this run.
+        is_moving: one is under way.
+    """
+
+    def __init__(self, junction: Junction, transports: GroupTransports, *, rank: int, world_size: int) -> None:
+        self.junction = junction
+        self.cards: CardWatch | None = None
+        self.number = 0
+        self.is_moving = False
+        self._transports = transports
+        self._rank, self._world_size = rank, world_size
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin_run(self, cards: CardWatch | None) -> None:
+        """All ranks count anew."""
+        self.cards, self.number = cards, 0
+        self._is_over = threading.Event()
+
+    def end_run(self, timeout_s: float) -> None:
+        """A move that is under way is left, since not all ranks may come to it any more; it is waited for, so that no thread of it is in a
+        request when the process ends."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def begin(self, store: Any, prefix: str, why: str, on_lost: Callable[[str], None]) -> None:
+        """Begin a move, in a thread. Every rank of the job must call.
+
+        Args:
+            store: a client of the job's, of this move alone.
+            prefix: of its keys.
+            why: which fault, in words.
+            on_lost: called with words where it fails.
+        """
+        self.number += 1
+        self.is_moving = True
+
+        def move() -> None:
+            try:
+                place = _Place(store, prefix, self._rank, self._world_size, self._is_over)
+                answer_within(lambda: self._move(place, why), timeout_s=_MOVE_S)
+            except Exception as error:
+                words = f"{why}. The groups that use it could not be moved to other cards: {str(error).splitlines()[0]}"
+                for group in self.junction.groups:
+                    if group.is_moving:
+                        group.lose(ConnectionLostError(words))
+                if not self._is_over.is_set():
+                    on_lost(words)
+            finally:
+                self.is_moving = False
+
+        self._thread = threading.Thread(target=move, name="holmes-move", daemon=True)
+        self._thread.start()
+
+    def _move(self, place: _Place, why: str) -> None:
+        began = time.monotonic()
+        transports, groups = self._transports, list(self.junction.groups)
+        mine, devices = [] if self.cards is None else self.cards.down(), self.junction.devices
+        told = place.gather("cards", [transports.names_of_cards(mine), sorted(devices.ends)])
+        if self.cards is not None:
+            self.cards.leave(mine)
+        transports.choose_anew((host, card) for down, _ in told for host, card in down)
+        for group in groups:
+            group.begin_move()
+        end_connections(devices.ends, {(address, port) for _, ends in told for address, port in ends})
+        for group in groups:
+            group.end()
+        progress = place.gather("progress", {group.group_name: group.progress() for group in groups})
+        self.junction.devices = GlooDevices()
+        error = self._connect(place, "connected", groups)
+        if error:
+            transports.choose_anew(None)
+            error = self._connect(place, "connected again", groups)
+        if error:
+            raise ConnectionLostError(error)
+        for group in groups:
+            members = [progress[rank].get(group.group_name) for rank in _ranks(group)]
+            if None in members:
+                raise ConnectionLostError(f"the group {group.group_desc} was being made or ended on some rank")
+            group.repeat(members)
+        self._tell(place, why, groups, time.monotonic() - began)
+
+    def _connect(self, place: _Place, what: str, groups: Sequence[MovableGroup]) -> str:
+        """Connect all, in the order in which all ranks have them; what went wrong on some rank, or ""."""
+        said = ""
+        try:
+            for group in groups:
+                group.reconnect(dist.PrefixStore(f"{place.prefix}/{what}/{group.group_name}", place.store))  # type: ignore[attr-defined]
+        except Exception as error:
+            said = str(error).splitlines()[0] or type(error).__name__
+        return next(filter(None, place.gather(what, said)), "")
+
+    def _tell(self, place: _Place, why: str, groups: Iterable[MovableGroup], seconds: float) -> None:
+        """One line, by rank 0."""
+        moved = {group.group_desc: self._transports.describe(_ranks(group))[0] for group in groups}
+        everyone: dict[str, str] = {}
+        for of_rank in place.gather("moved", moved):
+            everyone |= of_rank
+        if self._rank == 0:
+            names = ", ".join(list(everyone)[:4]) + (", ..." if len(everyone) > 4 else "")
+            now = " and ".join(sorted(set(everyone.values()))) or "what they used"
+            print(
+                f"{why}. {len(everyone)} groups ({names}) use {now} now, and what was under way was repeated; {seconds:.1f} s "
+                f"after it was noticed the run goes on",
+                flush=True,
+            )
+
+
+def _ranks(group: MovableGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)

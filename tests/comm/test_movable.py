@@ -1,0 +1,38 @@
+"""Groups whose connections are made anew while they are used; baseline: the same work without, bit for bit."""
+
+import os
+import socket
+
+import pytest
+from launch import launch
+
+from lightning_holmes.comm.sockets import end_connections, listening
+
+
+@pytest.mark.parametrize(
+    "payload", [{"seed": 1, "moves": 12}, {"seed": 2, "moves": 6, "cut": 2}], ids=["", "a card that nobody reaches"]
+)
+def test_what_was_under_way_when_groups_were_moved_is_repeated_bit_for_bit(payload: dict[str, int]) -> None:
+    found = launch(3, "moved_groups:work", payload, timeout_s=100)
+    assert all(rank["same"] for rank in found), found
+    assert {rank["moves"] >= payload["moves"] for rank in found} == {True}, found
+    assert all(rank["left"] == 0 for rank in found), found
+
+
+def test_connections_are_ended_also_where_another_process_holds_them_and_no_others_are() -> None:
+    before, listeners = listening(), [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ends = [listener.getsockname() for listener in listeners]
+    assert listening() - before == set(ends)
+    pairs = []
+    for listener in listeners:
+        ours = socket.create_connection(listener.getsockname())
+        pairs.append((ours, listener.accept()[0]))
+    held = os.dup(pairs[0][0].fileno())
+    end_connections({ends[0]}, {ends[1]})
+    for connection in (*pairs[0], *pairs[1]):
+        assert connection.recv(1) == b""
+    pairs[2][0].send(b"x")
+    assert pairs[2][1].recv(1) == b"x"
+    os.close(held)
+    for connection in (*listeners, *sum(pairs, ())):
+        connection.close()
