@@ -9,11 +9,12 @@ from launch import launch
 from lightning_holmes.comm.sockets import end_connections, listening
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "payload", [{"seed": 1, "moves": 12}, {"seed": 2, "moves": 6, "cut": 2}], ids=["", "a card that nobody reaches"]
 )
 def test_what_was_under_way_when_groups_were_moved_is_repeated_bit_for_bit(payload: dict[str, int]) -> None:
-    found = launch(3, "moved_groups:work", payload, timeout_s=100)
+    found = launch(3, "moved_groups:work", payload, timeout_s=240)
     assert all(rank["same"] for rank in found), found
     assert {rank["moves"] >= payload["moves"] for rank in found} == {True}, found
     assert all(rank["left"] == 0 for rank in found), found

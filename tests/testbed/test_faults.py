@@ -202,6 +202,30 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
     assert before | after == pytest.approx(plain(), rel=1e-5)
 
 
+def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_over_ethernet(tmp_path: Path) -> None:
+    """Two replicas; baseline: one process, whose loss is the mean of theirs, to 1e-5. The timeout is five minutes."""
+    nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
+    hosts = tuple(Host(name=f"a{i}", devices=1, nics=nics) for i in range(2))
+    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "before": forked_python()}
+    options |= {"env": {"TORCHELASTIC_RUN_ID": "cards"}, "pipeline": 1}
+    with Testbed(Topology(clusters=(Cluster(name="a", hosts=hosts),)), TestbedOptions()) as bed:
+        cut = Cut(bed, "a1.mlx5_0", at=4)
+        results = run(bed, tmp_path, timeout_s=300, echo=cut, **options)
+        assert all(result.exit_code for result in results.values()), shown(results)
+        assert cut.end() < 30, shown(results)
+        for result in results.values():
+            assert re.search(
+                r"\[rank \d\] ends, because .*the roce card mlx5_0 \(\S+, [\d.]+\) of host a1 went down, which the group "
+                r"holmes_\S+ \(.*\).* uses?",
+                result.output,
+            ), shown(results)
+        results = run(bed, tmp_path, attempt="1", **options)
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    assert "uses Ethernet" in "".join(result.output for result in results.values()), shown(results)
+    known = [losses(tmp_path, rank) | losses(tmp_path, rank, attempt=1) for rank in range(2)]
+    assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
+
+
 CARDS: dict[str, dict[str, Any]] = {
     "stages, and it returns": {"pipeline": 2, "hook": "training_step", "moves": 2},
     "replicas": {"pipeline": 1, "hook": "training_step"},
