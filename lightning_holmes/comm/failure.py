@@ -33,6 +33,7 @@ _DOUBT_KEY = "doubt"
 _ABSENT_KEY = "absent"
 _DONE_KEY = "done"
 _LEFT_KEY = "left"
+_WELL_KEY = "well"
 _NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
 _POLL_S = 1.0
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
@@ -248,10 +249,23 @@ class FailureWatch:
         while the interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
         """
         self._well = True
+        if self._moves is not None:
+            _in_thread(self._await_last_transfers, timeout_s=_LAST_ANSWER_S)
         self._end(timeout_s=_LAST_ANSWER_S)
         if self._rank == 0:
             atexit.unregister(FailureWatch._see_off)  # of a run before
             atexit.register(FailureWatch._see_off, self)
+
+    def _await_last_transfers(self) -> None:
+        """Another rank may wait for what this one has sent last, and need a move to get it: stay until all have ended the run."""
+        end = time.monotonic() + _LAST_ANSWER_S
+        with contextlib.suppress(Exception):
+            ended = self._store.add(self._key(_WELL_KEY), 1)
+            while (
+                ended < self._world_size and time.monotonic() < end and self._cause is None and not self._gone.is_set()
+            ):
+                time.sleep(0.02)
+                ended = self._store.add(self._key(_WELL_KEY), 0)
 
     def _see_off(self) -> None:
         """On rank 0, whose process may keep the store, before that ends: wait until the others have ended the run, too, or know
@@ -269,7 +283,7 @@ class FailureWatch:
         self._store_watch.stop()
         self._thread.join(timeout_s)
         if self._moves is not None:
-            self._moves.end_run(timeout_s)
+            self._moves.end_run(timeout_s, well=self._well)
 
     def _watch(self) -> None:
         try:
@@ -286,7 +300,8 @@ class FailureWatch:
                 self._answered = time.monotonic()
                 if cause is not None and cause.rank != self._rank:
                     self._notice()
-                    return self._end_process(cause.line(self._rank))
+                    if not self._well:
+                        return self._end_process(cause.line(self._rank))
             if self._well and not self._gone.is_set():
                 self._leave()
         except Exception:

@@ -195,7 +195,7 @@ class MovableGroup(ForwardingGroup):
                 self._junction.groups.remove(self)
             self._log.clear()
             self._sent.clear()
-            self.forward_to(None)
+        self.forward_to(None)  # the end of a gloo group waits for what is under way in it
 
     def _start(
         self,
@@ -235,11 +235,10 @@ class MovableGroup(ForwardingGroup):
                 moves = self._moves
                 waiting = operation.waiting = operation.waiting or self._junction.wait_apart(operation.work, timeout)
                 changed.wait_for(lambda: waiting.is_over or self.is_moving)  # noqa: B023
-                if not waiting.is_over:
-                    continue
+                if operation.is_done or not waiting.is_over or operation.waiting is not waiting:
+                    continue  # a move has told the others meanwhile that it has not come to its end
                 if waiting.error is None:
-                    if not operation.is_done:
-                        self._complete(operation)
+                    self._complete(operation)
                     return True
             if not self._is_moved_after(moves):
                 raise waiting.error
@@ -257,6 +256,7 @@ class MovableGroup(ForwardingGroup):
     def _complete(self, operation: _Operation) -> None:
         """Under the lock: it is done, and so need those not be kept any more that all members have completed."""
         operation.is_done = True
+        operation.work = operation.waiting = None
         with torch.inference_mode():  # which may write to tensors that were made in it, and is no part of any graph
             operation.arrive()
         stream = operation.stream
@@ -296,8 +296,12 @@ class MovableGroup(ForwardingGroup):
         """Its connections have been ended: take what has come, and leave the rest."""
         changed, limit = self._junction.changed, timedelta(seconds=_ENDED_S)
         with changed:
-            pending = [operation for operation in self._log if not operation.is_done]
+            pending = [
+                operation for operation in self._log if operation.work is not None
+            ]  # also what is done, and was repeated
             waits = [o.waiting or self._junction.wait_apart(o.work, limit) for o in pending]
+            for sent in itertools.chain(*self._sent.values()):
+                sent.work = None
             all_over = changed.wait_for(lambda: all(waiting.is_over for waiting in waits), timeout=_ENDED_S)
             for operation, waiting in zip(pending, waits, strict=True):
                 operation.work = operation.waiting = None
@@ -345,7 +349,8 @@ class MovableGroup(ForwardingGroup):
         changed = self._junction.changed
         with changed:
             self._moves += 1
-            for operation in [*itertools.chain(*self._sent.values()), *self._log]:
+            known = [*itertools.chain(*self._sent.values()), *self._log]
+            for operation in sorted(known, key=lambda o: o.number):  # who waits may have waited in another order
                 kind, peer, tag = operation.stream
                 if kind == "send" and operation.number <= arrived.get((peer, tag), 0):
                     if not operation.is_done:

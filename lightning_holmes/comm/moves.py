@@ -29,6 +29,7 @@ from lightning_holmes.comm.sockets import end_connections
 from lightning_holmes.errors import ConnectionLostError
 
 _MEETING_S = 60.0  # longer than an operation takes to end, or a connection to fail
+_LEAVING_S = 5.0  # ranks end a run together (FailureWatch.stop), but for moments
 _PAUSE_S = 0.01
 _MOVE_S = 180.0  # where the way to the store is cut, too, its client does not come back
 
@@ -42,16 +43,38 @@ class _Place:
     rank: int
     world_size: int
     is_over: threading.Event
+    has_failed: threading.Event
+
+    def meet(self, value: Any) -> list[Any] | None:
+        """What each rank gives first; None where the run ends and not all have come: who leaves and who has seen all tell the store, and what
+        it was told first counts for all. Raises ConnectionLostError: not all came, and the run goes on."""
+        told = self._gather("first", value, self.is_over)
+        words = self.store.compare_set(f"{self.prefix}/verdict", "", "left" if told is None else "all")
+        if words == b"all":
+            return told or self.gather("first", value)
+        if not self.is_over.wait(_LEAVING_S):
+            raise _missing()
+        return None
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """What each rank gives, as plain data. Raises ConnectionLostError: not all came, or the run is over."""
+        """What each rank gives, as plain data. Raises ConnectionLostError: not all came, or the run has failed here."""
+        told = self._gather(what, value, self.has_failed)
+        if told is None:
+            raise _missing()
+        return told
+
+    def _gather(self, what: str, value: Any, leaves: threading.Event) -> list[Any] | None:
         self.store.set(f"{self.prefix}/{what}/{self.rank}", json.dumps(value))
         keys = [f"{self.prefix}/{what}/{rank}" for rank in range(self.world_size)]
         end = time.monotonic() + _MEETING_S
         while not self.store.check(keys):
-            if time.monotonic() > end or self.is_over.wait(_PAUSE_S):
-                raise ConnectionLostError(f"not all ranks have come to the job's store within {_MEETING_S:.0f} s")
+            if time.monotonic() > end or leaves.wait(_PAUSE_S):
+                return None
         return [json.loads(self.store.get(key)) for key in keys]
+
+
+def _missing() -> ConnectionLostError:
+    return ConnectionLostError(f"not all ranks have come to the job's store within {_MEETING_S:.0f} s")
 
 
 class Moves:
@@ -74,18 +97,20 @@ class Moves:
         self.is_moving = False
         self._transports = transports
         self._rank, self._world_size = rank, world_size
-        self._is_over = threading.Event()
+        self._is_over, self._has_failed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin_run(self, cards: CardWatch | None) -> None:
         """All ranks count anew."""
         self.cards, self.number = cards, 0
-        self._is_over = threading.Event()
+        self._is_over, self._has_failed = threading.Event(), threading.Event()
 
-    def end_run(self, timeout_s: float) -> None:
-        """A move that is under way is left, since not all ranks may come to it any more; it is waited for, so that no thread of it is in a
-        request when the process ends."""
+    def end_run(self, timeout_s: float, *, well: bool) -> None:
+        """A move that not all ranks have come to is left by all. Another one is waited for, so that a later run can use the groups; where
+        the run has failed here, it is left. No thread of it is then in a request when the process ends."""
         self._is_over.set()
+        if not well:
+            self._has_failed.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -103,14 +128,14 @@ class Moves:
 
         def move() -> None:
             try:
-                place = _Place(store, prefix, self._rank, self._world_size, self._is_over)
+                place = _Place(store, prefix, self._rank, self._world_size, self._is_over, self._has_failed)
                 answer_within(lambda: self._move(place, why), timeout_s=_MOVE_S)
             except Exception as error:
                 words = f"{why}. The groups that use it could not be moved to other cards: {str(error).splitlines()[0]}"
                 for group in self.junction.groups:
                     if group.is_moving:
                         group.lose(ConnectionLostError(words))
-                if not self._is_over.is_set():
+                if not self._has_failed.is_set():
                     on_lost(words)
             finally:
                 self.is_moving = False
@@ -122,7 +147,9 @@ class Moves:
         began = time.monotonic()
         transports, groups = self._transports, list(self.junction.groups)
         mine, devices = [] if self.cards is None else self.cards.down(), self.junction.devices
-        told = place.gather("cards", [transports.names_of_cards(mine), sorted(devices.ends)])
+        told = place.meet([transports.names_of_cards(mine), sorted(devices.ends)])
+        if told is None:
+            return
         if self.cards is not None:
             self.cards.leave(mine)
         transports.choose_anew((host, card) for down, _ in told for host, card in down)
