@@ -411,7 +411,7 @@ def _training(
     if here:
         device = next(model.parameters()).device
         update_s_per_byte = time_update(device)
-        operator_s = probe_device(device, seconds=_PROBE_S).operator_s
+        operator_s = probe_device(device, seconds=_PROBE_S, dtype=torch.float32).operator_s
         byte_s, own_s = carried_byte_s(operator_s), own_step_s(operator_s)
     training = make_training(
         options,

@@ -1,7 +1,7 @@
 """Costs of a module on the hosts of a job: what its layers cost, and how fast each rank works; found by all ranks together.
 
 Costs come from a profile of one or two microbatches (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
-the speed of each host from a short measurement that all ranks make at the same time; or timed by every rank
+the speed of each host from a short measurement that all ranks make at the same time, in the type that a step multiplies in; or timed by every rank
 (``profile="measure"``, and ``"auto"`` on several hosts without GPUs).
 """
 
@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import BitsandbytesPrecision, TransformerEnginePrecision
 
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, rate
+from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, product_dtype, rate
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.profile import profile_step, time_in_turn
 from lightning_holmes.pipeline.seeds import preserved_random_state
@@ -81,7 +82,9 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
 
 def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
     several = request.layout.num_hosts > 1
-    speed = probe_device(request.device, seconds=_SEVERAL_HOSTS_S if several else _ONE_HOST_S)
+    dtype = _product_dtype(request)
+    seconds = _SEVERAL_HOSTS_S if several else _ONE_HOST_S
+    speed = probe_device(request.device, seconds=seconds, dtype=dtype or torch.float32)
     how = "FLOPs counted"
     if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
         without = "no rank has all layers of a module that is built without memory"
@@ -89,6 +92,11 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
         if isinstance(measured, Costs):
             return measured
         how += f" ({measured}, when it was to be timed)"
+    if dtype is None:
+        return (
+            "its matrix products run in a type whose speed is not measured (of 8 bits or less), so that counted FLOPs would not tell "
+            f'their seconds; profile="measure" times the layers{how.removeprefix("FLOPs counted")}'
+        )
     speeds: list[DeviceSpeed] = all_gather_values(speed)
     if request.rank != 0:
         return None
@@ -103,6 +111,16 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
         byte_s=carried_byte_s(max(s.operator_s for s in speeds)),
         own_s=own_step_s(max(s.operator_s for s in speeds)),
     )
+
+
+def _product_dtype(request: PlanRequest) -> torch.dtype | None:
+    """The type of a step's matrix products; None where it is none that is probed: Transformer Engine and bitsandbytes multiply in
+    types that the tensors at hand do not tell."""
+    trainer = trainer_of(request.module)
+    plugin = None if trainer is None else trainer.precision_plugin
+    if isinstance(plugin, TransformerEnginePrecision | BitsandbytesPrecision):
+        return None
+    return product_dtype(request.module, request.context, request.device)
 
 
 def _may_be_timed(request: PlanRequest) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision, TransformerEnginePrecision
 from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
@@ -176,6 +177,47 @@ class Wider(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.insert(0, Wide())
+
+
+class Unknown(TransformerEnginePrecision):
+    """Says that it multiplies in 8 bits, and does not."""
+
+    weights_dtype = torch.float32
+
+    forward_context = Precision.forward_context
+
+    def __init__(self) -> None:
+        pass
+
+    def convert_module(self, module: Any) -> Any:
+        return module
+
+
+def precisions(payload: Any) -> list[tuple[str, set[str], str]]:
+    """For each precision: its name, the types that matrix products were probed in, and why layers are assigned as they are."""
+    seen: set[str] = set()
+    probe = profiling.probe_device
+
+    def noting(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+        seen.add(str(dtype))
+        return probe(*args, dtype=dtype, **kwargs)
+
+    profiling.probe_device = noting
+    plugins = {
+        "plugin 16-true": HalfPrecision("16-true"),
+        "plugin 16-mixed": MixedPrecision("16-mixed", "cpu"),
+        "8 bits": Unknown(),
+    }
+    found = []
+    for name in ("32-true", "64-true", "bf16-true", "bf16-mixed", *plugins):
+        seen.clear()
+        given: dict[str, Any] = {"plugins": [plugins[name]]} if name in plugins else {"precision": name}
+        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2})
+        trainer = setting.trainer(max_steps=1, **given)
+        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
+        strategy: Any = trainer.strategy
+        found.append((name, set(seen), " ".join(strategy.plan.notes)))
+    return found
 
 
 def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:

@@ -72,6 +72,24 @@ def test_what_was_measured_is_kept_for_the_next_start_until_it_is_measured_anew(
         assert how in told and 'profile="measure" measures anew' in told
 
 
+def test_hosts_are_measured_in_the_type_that_a_step_multiplies_in(tmp_path: Path) -> None:
+    wanted = {
+        "32-true": "float32",
+        "64-true": "float64",
+        "bf16-true": "bfloat16",
+        "bf16-mixed": "bfloat16",
+        "plugin 16-true": "float16",
+        "plugin 16-mixed": "float16",
+    }
+    for found in launch(2, "runtime_plan_cases:precisions", str(tmp_path), timeout_s=120):
+        notes = {name: text for name, _, text in found}
+        assert {name: types for name, types, _ in found if name in wanted} == {
+            name: {f"torch.{dtype}"} for name, dtype in wanted.items()
+        }
+        assert all("FLOPs counted" in notes[name] for name in wanted)
+        assert "a type whose speed is not measured" in notes["8 bits"] and 'profile="measure"' in notes["8 bits"]
+
+
 def test_where_everything_is_said_nothing_is_profiled(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "uneven", partition="uniform", num_microbatches=2, schedule="1f1b")
     assert first["layers"] == (3, 3) and first["predicted_s"] is None
