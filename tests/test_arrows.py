@@ -48,7 +48,7 @@ STRATEGY: tuple[set[str], ...] = (
     | {"pytorch_lightning", "samples", "sharding", "snapshots", "split_trial", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
-    {"plan_request", "kept_costs", "profiling", "runtime_plan", "planning", "tripwires"},
+    {"plan_request", "module_digest", "kept_costs", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing", "starting_again"},
     {"strategy", ""},

@@ -1,18 +1,18 @@
 """Costs that were measured are kept, so that the next start of the same run chooses the same plan, and begins sooner.
 
-    key = costs_key(request, structure)                   # of the module, its batch, hosts and links
+    key = costs_key(request, structure)                   # of the module, its batch, hosts and links; None: not to be kept
     load_costs(key, request.layout.topology)              # Costs, or None
     save_costs(key, costs, request.layout.topology)
 
 Speeds and memory are kept by host, whatever ranks these have: launchers may number the nodes otherwise the next time. They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
-``profile="measure"`` measures anew, and what it finds is kept in their place. Only rank 0 reads and writes.
+``profile="auto"`` takes what is kept. ``"measure"`` and ``"flops"`` find them anew, and that is kept in their place. Only rank 0 reads and
+writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import platform
 import time
@@ -29,7 +29,8 @@ from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.layer_cost import ModelCost, check_number
-from lightning_holmes.strategy.agreement import module_facts, version_facts
+from lightning_holmes.strategy.agreement import version_facts
+from lightning_holmes.strategy.module_digest import digest_module
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 
@@ -46,25 +47,26 @@ class Costs:
     own_s: float = 0.0
 
 
-def costs_key(request: PlanRequest, structure: ModuleStructure) -> str:
-    """What costs belong to: a digest of the module with the source of its class, the batch's shapes, how it is profiled, and
-    of the hosts and links."""
+def costs_key(request: PlanRequest, structure: ModuleStructure) -> str | None:
+    """What costs belong to: a digest of the module with the sources of its classes (module_digest.py), the batch's shapes, in which
+    precision it is profiled, and of the hosts and links. None where a source cannot be found: then nothing is kept."""
     module, sample, layout = request.module, request.sample, request.layout
+    of_module = digest_module(module)
+    if of_module is None:
+        return None
     tensors = [] if sample is None else tree.tensors_of(sample.batch)
-    source = ""
-    with contextlib.suppress(OSError, TypeError):  # a class that was made at a prompt has none
-        source = inspect.getsource(type(module))
     trainer = trainer_of(module)
     facts = {
-        "module": module_facts(module) | {"layers": structure.layers, "source": source},
+        "module": [of_module, structure.layers],
         "batch": [
             [(*tensor.shape, str(tensor.dtype)) for tensor in tensors],
             request.traced.batch_size,
             request.options.num_microbatches,
         ],
         "profile": [
-            "flops" if request.profile == "flops" else "auto",
-            None if trainer is None else str(trainer.precision),
+            None if trainer is None else [str(trainer.precision), type(trainer.precision_plugin).__qualname__],
+            torch.backends.cuda.matmul.fp32_precision,  # TF32 or not
+            torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]  # torch sets it at import
             torch.get_num_threads(),
         ],
         "versions": version_facts(),
@@ -94,7 +96,7 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
             model=model,
             speeds=_by_rank(data["speeds"], topology, "speeds"),
             memory=_by_rank(data["memory"], topology, "memory"),
-            described=f'{described}; profile="measure" measures anew',
+            described=f'{described}; profile="measure" or "flops" measures anew',
             update_s_per_byte=check_number(data["update_s_per_byte"], "update_s_per_byte"),
             byte_s=check_number(data["byte_s"], "byte_s"),
             own_s=check_number(data["own_s"], "own_s"),

@@ -68,14 +68,14 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         return "with Trainer(deterministic=True) nothing that is measured decides"
     if structure.changed_parameters:
         return f"a step changes {structure.changed_parameters[0]} in place"
-    key = costs_key(request, structure) if request.rank == 0 else ""
-    known = load_costs(key, request.layout.topology) if request.rank == 0 and request.profile != "measure" else None
+    key = costs_key(request, structure) if request.rank == 0 else None
+    known = load_costs(key, request.layout.topology) if key is not None and request.profile == "auto" else None
     if broadcast_value(known is not None):
         return known
     if request.world_size > 1:
         dist.barrier()  # so that all measure at the same time
     found = _measure(request, structure)
-    if isinstance(found, Costs) and request.rank == 0:
+    if isinstance(found, Costs) and key is not None:
         save_costs(key, found, request.layout.topology)
     return found
 

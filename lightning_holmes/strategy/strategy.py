@@ -109,7 +109,7 @@ class HolmesStrategy(ParallelStrategy):
         plan: a plan file of another run (its plan.yaml), or its checkpoint, which decides all of these, and is refused where
             it was made for other clusters or another module.
         profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
-            on several hosts without GPUs, and counts elsewhere. What was found is kept for a day; "measure" measures anew.
+            on several hosts without GPUs, and counts elsewhere. What was found is kept for a day; "measure" and "flops" find it anew.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that cannot be loaded alike on several ranks.

@@ -241,6 +241,8 @@ def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
     start("again")
     start("measured", profile="measure")
     start("after it was measured")
+    start("counted", profile="flops")
+    start("after it was counted")
     start("other layers", Wider)
     start("another batch", batch_size=8)
     if os.environ["RANK"] == "0":
