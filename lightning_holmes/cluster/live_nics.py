@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_holmes.cluster.live_host import LiveHost
-from lightning_holmes.cluster.network import Cluster, Host, Nic, TransportKind
+from lightning_holmes.cluster.network import Cluster, Host, Nic, TransportKind, fabric_of
 from lightning_holmes.cluster.topology import Topology
 
 
@@ -53,7 +53,7 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
                 interface=nic.interface or found.interface,
                 addresses=nic.addresses or found.addresses,
                 up=nic.up and found.up,
-                fabric=nic.fabric or _fabric(nic.kind, cluster),
+                fabric=_fabric(nic, cluster),
                 near_devices=nic.near_devices or found.near_devices,
             )
         )
@@ -62,7 +62,7 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
     for other in available:
         wanted = not host.nics or (other.kind == "ethernet" and missing_ethernet)
         if wanted and other.name not in names:
-            nics.append(replace(other, fabric=_fabric(other.kind, cluster)))
+            nics.append(replace(other, fabric=_fabric(replace(other, fabric=None), cluster)))
     return replace(host, nics=tuple(nics))
 
 
@@ -76,9 +76,9 @@ def _find(nic: Nic, available: Sequence[Nic]) -> Nic | None:
     return None
 
 
-def _fabric(kind: str, cluster: str) -> str | None:
+def _fabric(nic: Nic, cluster: str) -> str | None:
     """The file's word makes a cluster one fabric; of Ethernet it says nothing."""
-    return f"{kind}/{cluster}" if kind != "ethernet" else None
+    return fabric_of(nic, cluster) if nic.kind != "ethernet" else nic.fabric
 
 
 def _shared_kind(hosts: Sequence[Host]) -> TransportKind:

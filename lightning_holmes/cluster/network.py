@@ -172,6 +172,11 @@ class OptimizerHost:
     cluster: str | None = None
 
 
+def fabric_of(nic: Nic, cluster: str) -> str:
+    """The name of the fabric of an RDMA card in this cluster. Cards that name none share that of their cluster, and no other."""
+    return nic.fabric or f"{nic.kind}/{cluster}"
+
+
 def check_ends(ends: tuple[str, str], rule: str) -> None:
     """Raise PlacedError if both ends are the same."""
     if ends[0] == ends[1]:

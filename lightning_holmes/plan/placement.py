@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_holmes.cluster.network import fabric_of
 from lightning_holmes.cluster.topology import TRANSPORT_KINDS, Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.one_fabric import Fabric, Fabrics, needed, share_out
@@ -185,9 +186,8 @@ def _places(topology: Topology) -> list[_Place]:
 
 def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
     """The RDMA fabrics that a host's working cards are on; without any, the Ethernet of its cluster."""
-    # cards of unknown fabric, from a file written by hand, share that of their cluster
     return frozenset(
-        (TRANSPORT_KINDS.index(nic.kind), nic.fabric or f"in {cluster.name}")
+        (TRANSPORT_KINDS.index(nic.kind), fabric_of(nic, cluster.name))
         for nic in host.nics
         if nic.kind != "ethernet" and nic.up
     ) or frozenset({(len(TRANSPORT_KINDS), f"none in {cluster.name}")})

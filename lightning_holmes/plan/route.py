@@ -6,23 +6,25 @@ It owns the reading of a topology's speeds. Who shares a card is for the caller 
     network.between_hosts(0, 5).bytes_per_s      # hosts by index, in the order of the topology
     network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
 
-Hosts whose working cards share an RDMA fabric use it, as a run's groups do (transport.py): in one cluster also cards of which no
-fabric is known. Others use Ethernet. Hosts of different clusters use the clusters' link, which all of them share; where there is none, both hosts'
-Ethernet cards. A link that was measured by one pair of hosts alone says nothing of several, and counts for each pair.
-RDMA cards of one kind add up; of Ethernet cards the first is used.
+Which cards hosts use together is host_cards.py's, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. What
+lies between clusters is the link of that transport, which all of their hosts share; where none is given, each pair of hosts has its own
+cards' rate, and link_notes says so. A link that was measured by one pair of hosts alone says nothing of several, and counts for each pair.
+RDMA cards of one kind add up, but by sockets; of Ethernet cards one is used.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_holmes.cluster.topology import Host, Topology
+from lightning_holmes.cluster.topology import Host, Link, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.host_cards import RDMA, HostCards, UsedCards
 from lightning_holmes.plan.layer_cost import check_number
 
 LOCAL = "local"
-_RDMA = ("infiniband", "roce")
 # One way between two hosts where a topology says nothing; typical figures, not measured here.
 DEFAULT_LATENCY_S = {"infiniband": 3e-6, "roce": 5e-6, "ethernet": 30e-6, "between clusters": 100e-6}
 
@@ -73,7 +75,7 @@ class Network:
         sockets: bool = False,
     ) -> None:
         self.topology = topology
-        shares = efficiency if isinstance(efficiency, Mapping) else dict.fromkeys((*_RDMA, "ethernet"), efficiency)
+        shares = efficiency if isinstance(efficiency, Mapping) else dict.fromkeys((*RDMA, "ethernet"), efficiency)
         self.efficiency = {
             kind: check_number(s, "the network's efficiency", positive=True) for kind, s in shares.items()
         }
@@ -86,6 +88,9 @@ class Network:
         self.hosts: list[Host] = [host for cluster in topology.clusters for host in cluster.hosts]
         self.cluster_of_host = [i for i, cluster in enumerate(topology.clusters) for _ in cluster.hosts]
         self.host_of_device = [index for index, host in enumerate(self.hosts) for _ in range(host.devices)]
+        self._cards = HostCards(
+            [(cluster, host) for cluster in topology.clusters for host in cluster.hosts], sockets=sockets
+        )
         self._links = {frozenset(link.ends): link for link in topology.links}
         self._known: dict[tuple[int, int], Channel] = {}
 
@@ -99,8 +104,7 @@ class Network:
             return self._local[self.cluster_of_host[first]]
         key = (min(first, second), max(first, second))
         if key not in self._known:
-            same = self.cluster_of_host[first] == self.cluster_of_host[second]
-            self._known[key] = self.group(key) if same or self._shared_rdma(key) else self._across(*key)
+            self._known[key] = self.group(key)
         return self._known[key]
 
     def local_of(self, hosts: Sequence[int]) -> Channel:
@@ -123,109 +127,141 @@ class Network:
         distinct = sorted(set(hosts))
         if len(distinct) == 1:
             return self.local_of(distinct)
-        shared = self._shared_rdma(distinct)
-        if shared is not None or len({self.cluster_of_host[host] for host in distinct}) == 1:
-            kind, fabrics = shared or ("ethernet", None)
-            rates = [self._rate(host, kind, fabrics) for host in distinct]
-            return Channel(kind, min(rates), self._latency(distinct[0], kind))
-        pairs = [
-            self.between_hosts(host, other)
-            for host, other in zip(distinct, [*distinct[1:], distinct[0]], strict=True)
-            if self.cluster_of_host[host] != self.cluster_of_host[other]
-        ]
-        inside = [self._rate(host, "ethernet") for host in distinct if self.hosts[host].nic_of("ethernet") is not None]
-        slowest = min(channel.card_bytes_per_s for channel in pairs)
-        links = dict(link for channel in pairs for link in channel.links)
-        latency_s = max(channel.latency_s for channel in pairs)
-        return Channel("ethernet", min([slowest, *inside]), latency_s, tuple(links.items()))
+        used = self._cards.used_by(distinct)
+        members = Counter(self.cluster_of_host[host] for host in distinct)
+        if len(members) == 1:
+            rate = min(self._used_rate(host, used) for host in distinct)
+            return Channel(used.kind, rate, self._latency(distinct[0], used.kind))
+        clusters = sorted(members)
+        ring = zip(clusters, [*clusters[1:], clusters[0]], strict=True)
+        links = {ends: self._link(ends, used.kind) for ends in {(min(ends), max(ends)) for ends in ring}}
+        bare = {cluster for ends, link in sorted(links.items()) if link is None for cluster in ends}
+        rates = []
+        for host in distinct:
+            cluster = self.cluster_of_host[host]
+            if used.kind != "ethernet" or self._states_ethernet(host):
+                rates.append(self._used_rate(host, used))
+            elif cluster in bare:
+                raise self._unknown_way(next(ends for ends, link in links.items() if link is None and cluster in ends))
+            elif members[cluster] > 1 and host in used.nics:
+                rates.append(self._used_rate(host, used))  # which says what is missing inside the cluster
+        return self._between_clusters(distinct, used.kind, rates, links)
 
-    def _shared_rdma(self, hosts: Sequence[int]) -> tuple[str, frozenset[str | None]] | None:
-        """The RDMA kind that a run's groups of these hosts use (transport.py), and the fabrics on which all of them are."""
-        same = len({self.cluster_of_host[host] for host in hosts}) == 1
-        found: list[tuple[float, bool, str, frozenset[str | None]]] = []
-        for kind in _RDMA:
-            cards = [
-                [
-                    nic
-                    for nic in self.hosts[host].nics
-                    if nic.kind == kind and nic.up and (nic.addresses or not self.sockets)
-                ]
-                for host in hosts
-            ]
-            # a card of unknown fabric, from a file written by hand, shares that of its cluster
-            fabrics = frozenset.intersection(*(frozenset(nic.fabric for nic in own) for own in cards))
-            fabrics = fabrics if same else fabrics - {None}
-            rates = [
-                min(next(nic.bandwidth_bytes_per_s or 0.0 for nic in own if nic.fabric == fabric) for own in cards)
-                for fabric in fabrics
-            ]
-            if rates:
-                found.append((max(rates), kind == "infiniband", kind, fabrics))
-        return max(found)[2:] if found else None
-
-    def _across(self, first: int, second: int) -> Channel:
-        ends = self.cluster_of_host[first], self.cluster_of_host[second]
-        names = [self.topology.clusters[end].name for end in ends]
-        link = self._links.get(frozenset(names))
-        kind = link.transport if link is not None else "ethernet"
-        rates = [self._rate(host, kind) for host in (first, second) if self._stated(host, kind)]
-        if link is not None:
+    def _between_clusters(
+        self,
+        hosts: Sequence[int],
+        kind: str,
+        rates: Sequence[float],
+        links: Mapping[tuple[int, int], Link | None],
+    ) -> Channel:
+        """The way of hosts whose cards have these rates, over these links between their clusters."""
+        latencies = [DEFAULT_LATENCY_S["between clusters"] if kind == "ethernet" else self._latency(hosts[0], kind)]
+        latencies = [] if None not in links.values() else latencies
+        slowest, lines = list(rates), []
+        for ends, link in links.items():
+            if link is None:
+                continue
             pair = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[kind])
             together = link.shared_bytes_per_s if link.measured else pair
-            links = () if together is None else (((min(ends), max(ends)), together),)
-            return Channel(kind, min([pair, *rates]), link.latency_s, links)
-        if len(rates) < 2:
-            raise ConfigurationError(
-                f"nothing is known about the way between the clusters {names[0]!r} and {names[1]!r}; add to "
-                f"{self.topology.described}, under links: - {{ends: [{names[0]}, {names[1]}], transport: ethernet, "
-                "bandwidth: 25 Gbit/s, latency: 50 us}"
-            )
-        return Channel(kind, min(rates), DEFAULT_LATENCY_S["between clusters"])
+            slowest.append(pair)
+            latencies.append(link.latency_s)
+            lines += [] if together is None else [(ends, together)]
+        return Channel(kind, min(slowest), max(latencies), tuple(lines))
+
+    def _link(self, ends: tuple[int, int], kind: str) -> Link | None:
+        """What is known of the way between two clusters by this transport."""
+        link = self._links.get(frozenset(self._names(ends)))
+        return None if link is None or link.transport != kind else link
+
+    def _names(self, ends: tuple[int, int]) -> list[str]:
+        return [self.topology.clusters[end].name for end in ends]
+
+    def _unknown_way(self, ends: tuple[int, int]) -> ConfigurationError:
+        names = self._names(ends)
+        link = self._links.get(frozenset(names))
+        other = (
+            "" if link is None else f" by ethernet, which their groups use: no {link.transport} fabric has all hosts"
+        )
+        return ConfigurationError(
+            f"nothing is known about the way between the clusters {names[0]!r} and {names[1]!r}{other}; "
+            f"{'add to' if link is None else 'write in'} {self.topology.described}, "
+            f"under links: - {{ends: [{names[0]}, {names[1]}], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}}"
+        )
 
     def link_notes(self) -> tuple[str, ...]:
-        """A line for each link between clusters that counts for each pair of hosts, since one pair alone has measured it."""
-        notes = []
-        for link in self.topology.links:
-            first, second = (
-                [h for h, cluster in enumerate(self.cluster_of_host) if self.topology.clusters[cluster].name == name]
-                for name in link.ends
-            )
-            users = max(len(first), len(second))
-            if not link.measured or link.shared_bytes_per_s is not None or users == 1:
-                continue
-            if all(self._shared_rdma((one, other)) for one in first for other in second):
+        """What was assumed of ways between clusters, a line each, and how to say it better: links that count for each pair of hosts,
+        since one pair alone has measured them; links of a transport that groups do not use; in one line, pairs without a link."""
+        notes: list[str] = []
+        bare: list[tuple[int, int]] = []
+        hosts_of: list[list[int]] = [[] for _ in self.topology.clusters]
+        for host, cluster in enumerate(self.cluster_of_host):
+            hosts_of[cluster].append(host)
+        for ends in itertools.combinations(range(len(hosts_of)), 2):
+            names, users = self._names(ends), max(len(hosts_of[end]) for end in ends)
+            link = self._links.get(frozenset(names))
+            if self._cards.share_pairwise(*(hosts_of[end] for end in ends)):
                 continue  # a fabric reaches across
+            if link is not None and link.transport != "ethernet":
+                notes.append(
+                    f"link {' - '.join(link.ends)}: its transport is {link.transport}, and not all hosts have a card on one "
+                    f"such fabric, so groups that cross it use Ethernet, of which nothing is said; if their {link.transport} cards reach each "
+                    "other, give them the same fabric in the topology file; else write transport: ethernet, and what it has"
+                )
+            elif link is None and users > 1 and all(self._states_ethernet(h) for end in ends for h in hosts_of[end]):
+                bare.append(ends)
+            elif link is not None and link.measured and link.shared_bytes_per_s is None and users > 1:
+                notes.append(
+                    f"link {' - '.join(link.ends)}: measured by one pair of hosts, and taken to give each pair as much; shared by {users} "
+                    f"hosts if it is one line: then say so in the topology file: {_entry(link.ends, link.bandwidth_bytes_per_s, link.latency_s)}"
+                )
+        if bare:
+            names = self._names(bare[0])
+            users = max(len(hosts_of[end]) for end in bare[0])
+            rate = min(self.ethernet_bytes_per_s(host) for end in bare[0] for host in hosts_of[end])
+            more = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
+            entry = _entry(names, rate / self.efficiency["ethernet"], DEFAULT_LATENCY_S["between clusters"])
             notes.append(
-                f"link {' - '.join(link.ends)}: measured by one pair of hosts, and taken to give each pair as much; shared by {users} "
-                f"hosts if it is one line: then say so in the topology file: links: - {{ends: [{', '.join(link.ends)}], "
-                f"transport: {link.transport}, bandwidth: {link.bandwidth_bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
-                f"latency: {link.latency_s * 1e6:.3g} us}}"
+                f"link {' - '.join(names)}{more}: not given, and each pair of hosts is taken to have the rate of its Ethernet cards to itself; "
+                f"a step takes longer than predicted if the {users} hosts share one line: then say what it has in the topology file, such "
+                f"as {entry}, or have lightning-holmes topology measure it, started on all hosts"
             )
         return tuple(notes)
 
     def ethernet_bytes_per_s(self, host: int) -> float:
-        """One way, of a host's first Ethernet card.
+        """One way, of the Ethernet card by which a host reaches other clusters.
 
         Raises:
             ConfigurationError: it is not known.
         """
-        return self._rate(host, "ethernet")
+        main = self._cards.main_nic(host)
+        return self._rate(host, "ethernet", () if main is None else (main,))
 
-    def _stated(self, host: int, kind: str) -> bool:
-        measured = self.topology.clusters[self.cluster_of_host[host]].speed(kind)
-        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
-        return measured is not None or any(nic.bandwidth_bytes_per_s is not None for nic in cards)
+    def _states_ethernet(self, host: int) -> bool:
+        """Whether that rate is known."""
+        main = self._cards.main_nic(host)
+        known = main is not None and main.bandwidth_bytes_per_s is not None
+        return known or self.topology.clusters[self.cluster_of_host[host]].speed("ethernet") is not None
 
-    def _rate(self, host: int, kind: str, fabrics: frozenset[str | None] | None = None) -> float:
-        """Bytes/s, one way, of a host's cards of a kind (on these fabrics), all of them together; by sockets of one."""
+    def _used_rate(self, host: int, used: UsedCards) -> float:
+        """Of the cards that a host uses in a group."""
+        if used.kind == "ethernet" or self.sockets:
+            return self._rate(host, used.kind, (used.nics[host],) if host in used.nics else ())
+        return self._rate(host, used.kind, used.rails[host])
+
+    def _rate(self, host: int, kind: str, cards: Sequence[Nic]) -> float:
+        """Bytes/s, one way, of these cards of a host, all together.
+
+        What sockets reach was measured over the first usable card of a host, and counts for that one alone.
+        """
         cluster = self.topology.clusters[self.cluster_of_host[host]]
         measured = cluster.speed(kind)
-        if measured is not None and measured.measured and (kind == "ethernet" or self.sockets):
+        if (
+            measured is not None
+            and measured.measured
+            and (kind == "ethernet" or self.sockets)
+            and list(cards) == list(self._cards.usable(host, kind)[:1])
+        ):
             return measured.bandwidth_bytes_per_s
-        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
-        cards = cards if fabrics is None else [nic for nic in cards if nic.fabric in fabrics]
-        if kind == "ethernet" or self.sockets:
-            cards = cards[:1]
         rates = [nic.bandwidth_bytes_per_s for nic in cards]
         if rates and None not in rates:
             return self.efficiency[kind] * sum(rate for rate in rates if rate is not None)
@@ -249,3 +285,11 @@ class Network:
         if measured is not None and measured.latency_s is not None:
             return measured.latency_s
         return DEFAULT_LATENCY_S[kind]
+
+
+def _entry(ends: Sequence[str], bytes_per_s: float, latency_s: float) -> str:
+    """What the topology file says of a link that all hosts share."""
+    return (
+        f"links: - {{ends: [{', '.join(ends)}], transport: ethernet, bandwidth: {bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
+        f"latency: {latency_s * 1e6:.3g} us}}"
+    )

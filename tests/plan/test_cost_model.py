@@ -16,7 +16,6 @@ from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import StepCosts, simulate
 from lightning_holmes.plan.training import Training
-from lightning_holmes.plan.transport import TransportChooser
 
 TWO = """
 clusters:
@@ -105,30 +104,6 @@ def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
     assert rdma.between_hosts(0, 1).latency_s == 1e-5
 
 
-FABRICS = """
-clusters:
-  - name: c
-    fabric: infiniband
-    hosts:
-      - {name: a, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9},
-                                     {name: i1, kind: infiniband, fabric: y, bandwidth: 2e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
-      - {name: b, devices: 1, nics: [{name: i0, kind: infiniband, fabric: y, bandwidth: 2e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
-      - {name: d, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
-  - name: far
-    hosts:
-      - {name: f, devices: 1, nics: [{name: i0, kind: infiniband, fabric: x, bandwidth: 8e9}, {name: e, kind: ethernet, bandwidth: 1e9}]}
-"""
-
-
-def test_hosts_use_the_fabric_that_a_runs_groups_would() -> None:
-    topology = Topology.from_yaml_text(FABRICS)
-    network, chooser = Network(topology, local_bytes_per_s=1e11), TransportChooser(topology)
-    rates = {(0, 1): 2e9, (0, 2): 8e9, (1, 2): 1e9, (0, 1, 2): 1e9, (0, 3): 8e9, (0, 2, 3): 8e9, (1, 3): 1e9}
-    for hosts, rate in rates.items():
-        assert network.group(hosts).transport == chooser.choose(hosts).kind, hosts
-        assert network.group(hosts).bytes_per_s == rate, hosts
-
-
 def test_layouts() -> None:
     assert Layout(pipeline=2, tensor=2, data=2).devices_of(1).tolist() == [[4, 5], [6, 7]]
     assert Layout(pipeline=2, tensor=2, data=2, across="data").devices_of(1).tolist() == [[2, 3], [6, 7]]
@@ -163,12 +138,12 @@ def test_stages_without_a_layer_by_hand() -> None:
     assert found.held_bytes[2] == 0.0
 
 
-def many_hosts(hosts: int, link: str) -> str:
+def many_hosts(hosts: int, link: str | None) -> str:
     """Two clusters of so many hosts of one device, and what is known of the link between them."""
     nics = "nics: [{name: ib, kind: infiniband, bandwidth: 25e9}, {name: eth, kind: ethernet, bandwidth: 1.25e9}]"
     lines = [f"  - {{name: {c}, hosts: [{{name: {c}h, count: {hosts}, devices: 1, {nics}}}]}}" for c in "ab"]
     ends = "{ends: [a, b], transport: ethernet, latency: 0, bandwidth: 10 Gbit/s"
-    return "\n".join(["clusters:", *lines, f"links: [{ends}{link}}}]"])
+    return "\n".join(["clusters:", *lines, "" if link is None else f"links: [{ends}{link}}}]"])
 
 
 @pytest.mark.parametrize(
@@ -198,19 +173,31 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int)
         (1, ", measured: true", False),
         (16, ", measured: true, shared_bandwidth: 10 Gbit/s", False),
         (16, "", False),
+        (16, None, True),
+        (1, None, False),
     ],
-    ids=["one pair of many", "the only pair", "several pairs", "stated"],
+    ids=["one pair of many", "the only pair", "several pairs", "stated", "not given", "not given, the only pair"],
 )
-def test_a_link_that_counts_for_each_pair_is_noted(hosts: int, link: str, noted: bool) -> None:
-    notes = Network(Topology.from_yaml_text(many_hosts(hosts, link)), local_bytes_per_s=1e11).link_notes()
+def test_a_link_that_counts_for_each_pair_is_noted(hosts: int, link: str | None, noted: bool) -> None:
+    text = many_hosts(hosts, link)
+    network = Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11, efficiency=0.9)
+    notes = network.link_notes()
     assert len(notes) == noted
     if noted:
-        assert "shared by 16 hosts" in notes[0]
+        assert "16 hosts" in notes[0]
+        assert network.between_hosts(0, hosts).links == (), "each pair has its cards to itself"
         # what the note says to write is what it needs
         told = notes[0].partition("links: - ")[2]
-        text = many_hosts(hosts, link).partition("links: ")[0] + f"links: [{told}]"
-        stated = Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11)
+        stated = f"links: [{told.partition('}')[0]}}}]"
+        stated = Network(Topology.from_yaml_text(text.partition("links: ")[0] + stated), local_bytes_per_s=1e11)
         assert not stated.link_notes() and stated.between_hosts(0, 16).links == (((0, 1), 1.25e9),)
+
+
+def test_pairs_of_clusters_without_a_link_are_noted_in_one_line() -> None:
+    nics = "nics: [{name: eth, kind: ethernet, bandwidth: 1.25e9}]"
+    lines = [f"  - {{name: {c}, hosts: [{{name: {c}h, count: 2, devices: 1, {nics}}}]}}" for c in "abcd"]
+    (note,) = Network(Topology.from_yaml_text("\n".join(["clusters:", *lines])), local_bytes_per_s=1e11).link_notes()
+    assert note.startswith("link a - b (and 5 more): not given") and "the 2 hosts share one line" in note
 
 
 def test_a_link_is_not_noted_where_a_fabric_reaches_across() -> None:
