@@ -296,9 +296,14 @@ def run_contender(
         own = {cluster.name for cluster in job.topology.clusters} if contender.optimizer_nodes else set()
         clusters = {host.name: host.cluster for host in bed.layout.hosts if host.cluster in own}
 
+        names = [host.name for host in job.topology.hosts]
+        following = dict(zip(names, names[1:] + names[:1], strict=True))
+
         def of_host(host: str) -> dict[str, str]:
             ethernet = {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
-            return ethernet | ({"HOLMES_CLUSTER": clusters[host]} if host in clusters else {})
+            far = {FAR_END: f"{bed.layout.host(following[host]).ethernet.address}:{DEFAULT_PORT}"}
+            cluster = {"HOLMES_CLUSTER": clusters[host]} if host in clusters else {}
+            return ethernet | cluster | (far if contender.exchanged else {})
 
         with _beside(bed, contender, job, env=secret, host_env=of_host, timeout_s=timeout_s, echo=echo) as found:
             results = bed.torchrun(
@@ -306,7 +311,7 @@ def run_contender(
                 nproc_per_node=job.processes_per_host,
                 shuffle_nodes=order is None,
                 node_order=order,
-                hosts=[host.name for host in job.topology.hosts],
+                hosts=names,
                 env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | secret | found,
                 host_env=of_host,
                 folder=folder,

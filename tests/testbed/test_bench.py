@@ -126,7 +126,12 @@ def test_impossible_options_are_refused(arguments: str, words: str) -> None:
 
 
 def test_only_the_floors_are_alone_and_holmes_is_told_nothing() -> None:
-    assert [n for n, contender in CONTENDERS.items() if contender.alone] == ["floor", "sockets", "sockets-kept"]
+    assert [n for n, contender in CONTENDERS.items() if contender.alone] == [
+        "floor",
+        "sockets",
+        "sockets-kept",
+        "sockets-layered",
+    ]
     for name, contender in CONTENDERS.items():
         is_ours = isinstance(contender.make_strategy(job_of(2, 2)), HolmesStrategy) and name != "blind"
         assert contender.gloo_on_ethernet != is_ours, name

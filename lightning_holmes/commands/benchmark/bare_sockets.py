@@ -1,6 +1,6 @@
 """BareSockets: bytes over plain TCP beside a training that communicates nothing: what a step costs whatever is made of the bytes.
 
-A control for optimizer nodes. The other end, on the node's host, takes what comes and sends what is asked for:
+A control for optimizer nodes and for shards. The other end, on the node's host, takes what comes and sends what is asked for:
 
     python -m lightning_holmes.commands.benchmark.bare_sockets HOST:PORT PROCESSES
 """
@@ -28,14 +28,17 @@ class BareSockets(Callback):
 
     Args:
         sent_bytes, received_bytes: of a step, which has so many ``batches``.
+        port: on which this process is the other end of one other; None: of none.
     """
 
-    def __init__(self, sent_bytes: int, received_bytes: int, *, batches: int) -> None:
-        self._num_bytes, self._batches = (sent_bytes, received_bytes), batches
+    def __init__(self, sent_bytes: int, received_bytes: int, *, batches: int, port: int | None = None) -> None:
+        self._num_bytes, self._batches, self._port = (sent_bytes, received_bytes), batches, port
         self._works: list[Future[None]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connect, once for each direction."""
+        if self._port is not None:
+            threading.Thread(target=serve, args=(("", self._port), 1), daemon=True).start()
         host, _, port = os.environ[FAR_END].rpartition(":")
         self._out, self._in = (connect((host, int(port))) for _ in range(2))
         self._threads = ThreadPoolExecutor(2)

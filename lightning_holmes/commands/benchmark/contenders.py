@@ -58,6 +58,7 @@ class Contender:
         optimizer_nodes: so many hosts beside the others hold parameters and optimizer states.
         carried: with such a host, and no optimizer node on it: passes over the parameters that each process sends there, and receives
             from there, in a step, over bare sockets.
+        exchanged: passes over the parameters, less the part that is its own, that each process sends to the next one in a step, likewise.
         node_order: the hosts in the order of their node ranks; None: at random.
         why_not: why it cannot run on this network; None: it can.
     """
@@ -72,6 +73,7 @@ class Contender:
     fast_everywhere: bool = False
     optimizer_nodes: int = 0
     carried: tuple[int, int] = (0, 0)
+    exchanged: int = 0
     node_order: Callable[[BenchmarkJob], list[str] | None] = lambda job: None
     why_not: Callable[[BenchmarkJob], str | None] = lambda job: None
 
@@ -335,6 +337,15 @@ _ALL = (
         )
         for name, said, carried in (("sockets", "2 P", (1, 2)), ("sockets-kept", "P", (1, 1)))
     ),
+    Contender(
+        name="sockets-layered",
+        title="no communication, beside bare sockets that carry 3 P (D-1)/D to the next process",
+        make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
+        alone=True,
+        exchanged=3,
+        node_order=in_order,
+        why_not=lambda job: None if job.processes_per_host == 1 else "needs one process a host",
+    ),
     _holmes(
         name="zero1",
         title="Holmes, two stages, 1F1B with ZeRO-1",
@@ -390,7 +401,7 @@ class BenchmarkCase:
 CASES = {
     "clusters": BenchmarkCase(contenders=("floor", "ddp", "ddp-fp16", "fsdp2", "blind", "holmes", "holmes-fast")),
     "layered": BenchmarkCase(
-        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "fsdp2-kept", "layered", "zero1"),
+        contenders=("floor", "ddp", "fsdp2", "fsdp2-no-sync", "fsdp2-kept", "layered", "sockets-layered", "zero1"),
         hosts=(4,),
         ethernet="1gbit",
         microbatches=4,

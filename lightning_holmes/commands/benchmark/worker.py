@@ -25,6 +25,7 @@ from lightning_holmes.commands.benchmark.bare_sockets import BareSockets
 from lightning_holmes.commands.benchmark.bench_report import show_seconds
 from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
+from lightning_holmes.optim.node.server import DEFAULT_PORT
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
 
@@ -113,6 +114,9 @@ def main(name: str, folder: Path) -> None:
     if any(contender.carried):
         num_bytes = [passes * 4 * workload.num_parameters for passes in contender.carried]
         callbacks.insert(0, BareSockets(*num_bytes, batches=accumulated))  # before the clock looks
+    if contender.exchanged:
+        sent = contender.exchanged * 4 * workload.num_parameters * (job.world_size - 1) // job.world_size
+        callbacks.insert(0, BareSockets(sent, 0, batches=accumulated, port=DEFAULT_PORT))
     if json.loads((folder / "job.json").read_text())["timeline"] and isinstance(strategy, HolmesStrategy):
         callbacks.append(TimelineMonitor(file=TIMELINE))
     trainer = Trainer(
