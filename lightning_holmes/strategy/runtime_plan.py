@@ -87,9 +87,9 @@ def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> li
 
 
 def _settle_chunks(request: PlanRequest) -> PlanRequest:
-    """One stage a rank where layers shall run breadth-first and the module allows no more, with the reason."""
+    """One stage a rank where layers shall or may run breadth-first and the module allows no more; if they shall, with the reason."""
     options, traced, layout = request.options, request.traced, request.layout
-    if not options.is_layered or options.num_chunks != "auto" or not isinstance(options.partition, str):
+    if not _may_be_layered(request) or options.num_chunks != "auto" or not isinstance(options.partition, str):
         return request
     if traced.structure is None:
         reason = traced.reason.splitlines()[0]
@@ -97,8 +97,15 @@ def _settle_chunks(request: PlanRequest) -> PlanRequest:
         reason = f"the step changes {traced.structure.early_changes[0]} before or between the layers"
     else:
         return request
-    notes = (*layout.notes, f"num_chunks: 1, so that nothing is layered: {reason}")
+    notes = layout.notes
+    if options.is_layered:
+        notes = (*notes, f"num_chunks: 1, so that nothing is layered: {reason}")
     return replace(request, options=replace(options, num_chunks=1), layout=replace(layout, notes=notes))
+
+
+def _may_be_layered(request: PlanRequest) -> bool:
+    """Whether a rank alone may come to run its stages breadth-first: as asked for, or with parameters in shards where that is open."""
+    return request.options.is_layered or request.training.sharded_parameters == "auto"
 
 
 def _settled(request: PlanRequest) -> PlanRequest:
@@ -180,7 +187,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
 
 def _forbidden_cuts(request: PlanRequest, structure: ModuleStructure, pipeline_parallel_size: int) -> list[int]:
     """The split points that lose a value; one rank has several stages only where they run breadth-first."""
-    return structure.forbidden_cuts(one_rank=pipeline_parallel_size == 1 and request.options.is_layered)
+    return structure.forbidden_cuts(one_rank=pipeline_parallel_size == 1 and _may_be_layered(request))
 
 
 def _other_lengths(request: PlanRequest, structure: ModuleStructure) -> list[int]:
