@@ -87,6 +87,28 @@ class Tied(pl.LightningModule):
         }
 
 
+class Outside(Tied):
+    """Residuals outside of the layers, which are read again after them."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scale
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+class Counting(Tied):
+    """Changes a buffer before the layers."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
 class Late(Tied):
     """The same, built by configure_model: no process has it whole."""
 
@@ -109,10 +131,10 @@ class Late(Tied):
         return super().training_step(batch, batch_idx)
 
 
-def build(optimizer: str = "adamw") -> Tied:
+def build(optimizer: str = "adamw", kind: type[Tied] = Tied) -> Tied:
     """The same initial weights everywhere."""
     torch.manual_seed(7)
-    return Tied(optimizer)
+    return kind(optimizer)
 
 
 class Data(pl.LightningDataModule):
@@ -178,6 +200,14 @@ def run_all(name: str) -> dict[str, Any]:
             module, trainer = build(), make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto")
             trainer.fit(module, datamodule=Data())
         found[f"auto {taken}"] = state_of(module), trainer.strategy.plan
+    with preferring_shards():
+        for kind in (Outside, Counting):
+            module, trainer = (
+                build(kind=kind),
+                make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto"),
+            )
+            trainer.fit(module, datamodule=Data())
+            found[f"auto {kind.__name__}"] = state_of(module), trainer.strategy.plan
     for kind, folders in (("folder", True), ("file", False)):
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **LAYERED)
         saver = Saver(folder / f"{kind}.ckpt")

@@ -10,7 +10,9 @@ from launch import launch
 from sharded_parameter_cases import (
     OPTIMIZERS,
     REFUSED,
+    Counting,
     Data,
+    Outside,
     build,
     make_trainer,
     run_all,
@@ -39,6 +41,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             trainer.save_checkpoint(folder / "plain.ckpt")
             found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
             found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
+    for kind in (Outside, Counting):
+        module = build(kind=kind)
+        make_trainer(folder).fit(module, datamodule=Data())
+        found[kind.__name__] = state_of(module)
     module = build()
     make_trainer(folder, 2).fit(module, datamodule=Data())
     found["two epochs"] = state_of(module)
@@ -77,6 +83,16 @@ def test_auto_takes_shards_where_they_are_predicted_to_be_faster_and_says_why(
             (note,) = (note for note in plan.notes if note.startswith("sharded_parameters"))
             assert note.startswith(f"sharded_parameters: {'on' if taken else 'off'}, since a step takes"), note
             assert (plan.schedule == "breadth_first" and plan.num_chunks > 1) == taken
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("Outside", (1, 1, 1, 1)), ("Counting", (4,))])
+def test_auto_takes_the_stages_that_are_allowed_in_shards(
+    kind: str, layers: tuple[int, ...], plain: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        state, plan = rank[f"auto {kind}"]
+        assert (plan.schedule, plan.partition.layer_counts) == ("breadth_first", layers), plan.notes
+        assert_same(state, plain[kind])
 
 
 def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
