@@ -93,12 +93,14 @@ def make_case(
     gradient_sync: str = "auto",
     *,
     optimizer: str = "whole",
+    chunks: int | None = None,
     **options: object,
 ) -> tuple[str, Case]:
     """A case and its name."""
     pipeline, replicas = layout
-    chunks = 2 if schedule in CHUNKED else 1
-    chunks = 5 if schedule == LAYERED and pipeline == 1 else chunks
+    usual = 2 if schedule in CHUNKED else 1
+    usual = 5 if schedule == LAYERED and pipeline == 1 else usual
+    chunks = chunks or usual
     parts = 4 if microbatches == "7in4" else int(microbatches)
     fit = Fit(
         family=family,
@@ -119,6 +121,8 @@ def make_case(
     name = f"{family}-pp{pipeline}xdp{replicas}-{schedule}-{microbatches}"
     if gradient_sync != "auto":
         name += f"-{gradient_sync}"
+    if chunks != usual:
+        name += f"-{chunks}_chunks"
     if optimizer != "whole":
         name += f"-{optimizer}"
     name += "".join(f"-{key}={value}" for key, value in options.items() if key != "limit_train_batches")
@@ -157,6 +161,13 @@ def make_cases() -> dict[str, Case]:
     cases.append(make_case("gpt_tied", (1, 1), LAYERED, "4", optimizer="layered", accumulate_grad_batches=2))
     cases.append(make_case("gpt_adamw", (2, 1), LAYERED, "1", optimizer="layered"))
     cases += [make_case(*levels) for levels in EIGHT_RANKS]
+    # with fewer microbatches than ranks, too, and in more chunks than the product has
+    cases.append(make_case("gpt_tied", (4, 2), LAYERED, "2", optimizer="layered"))
+    cases.append(make_case("vit", (4, 2), LAYERED, "1", optimizer="sharded"))
+    cases.append(make_case("dit", (4, 2), LAYERED, "7in4"))
+    cases.append(make_case("llama_ragged", (2, 2), LAYERED, "7in4", optimizer="layered", chunks=4))
+    cases.append(make_case("gpt_tied", (2, 2), LAYERED, "4", chunks=3))
+    cases.append(make_case("gpt_tied", (4, 1), LAYERED, "2", optimizer="layered"))
     return dict(cases) | make_uneven_cases()
 
 
