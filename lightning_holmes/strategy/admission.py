@@ -97,17 +97,27 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} overrides backward(), but a pipeline runs the backward itself, stage by stage; scale or combine "
             f"losses in training_step instead"
         )
-    for parameter_name, parameter in module.named_parameters() if is_pipeline else ():
-        if has_accumulation_hook(parameter):
-            raise UnsupportedModuleError(
-                f"{name}.{parameter_name} has a hook by register_post_accumulate_grad_hook, which would be called for each "
-                f"microbatch with a part of the batch's gradient; change or use gradients in on_before_optimizer_step, or step "
-                f"by the optimizer that configure_optimizers returns"
-            )
+    if is_pipeline:
+        refuse_accumulation_hooks(module)
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
+
+
+def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:
+    """Refuse hooks behind the accumulation of a gradient, where a batch goes in parts.
+
+    Raises:
+        UnsupportedModuleError: names the parameter and the cure.
+    """
+    for name, parameter in module.named_parameters():
+        if has_accumulation_hook(parameter):
+            raise UnsupportedModuleError(
+                f"{type(module).__name__}.{name} has a hook by register_post_accumulate_grad_hook, which would be called for "
+                f"each microbatch with a part of the batch's gradient; change or use gradients in on_before_optimizer_step, or "
+                f"step by the optimizer that configure_optimizers returns"
+            )
 
 
 @contextmanager

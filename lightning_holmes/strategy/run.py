@@ -183,6 +183,8 @@ class Run:
         held = None if self.planned is None else self._held()
         plan, connection = planned.plan, self.job.connection
         self.planned, self.plan = planned, plan
+        if training is not None and plan.num_microbatches > 1:
+            admission.refuse_accumulation_hooks(self.module)
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         with torch.inference_mode(False):
             if self._lives_in_shards(planned):
