@@ -114,6 +114,7 @@ class _Search:
         self.lacks: list[Lack] = []
         self.trouble: ConfigurationError | None = None
         self.made: dict[tuple[RunShape, Partition], Prediction] = {}
+        self.refined: dict[tuple[RunShape, Partition], Prediction] = {}
 
     def run(self) -> SearchResult:
         set_ups = self.set_ups
@@ -124,7 +125,7 @@ class _Search:
         if not tried:
             raise self._nothing_fits()
         unrefined = self._pick(tried)
-        best = refine(self.cost_model, unrefined) if self.space.partition == "self_adapting" else unrefined
+        best = self._refined(unrefined)
         others = {entry.run: entry for entry in (*(entry for _, entry in compared), *tried) if entry.run != best.run}
         slower = [entry for entry in others.values() if entry.step_s >= best.step_s * (1 - _NEARLY)]
         if len(slower) < len(others):
@@ -198,13 +199,21 @@ class _Search:
         most = min(best.values()) * (1 + self.preference.microbatch_gain(self.cost_model.model.unit)[0])
         near = sorted((set_up for set_up, step_s in best.items() if step_s <= most), key=lambda set_up: best[set_up])
         tried = [found for set_up in near[:_TRIED] if (found := self._try_all(set_up))]
-        picked = [self._pick(found) for found in tried]
+        picked = [self._refined(self._pick(found)) for found in tried]
         fastest = min(pick.step_s for pick in picked)
 
         def rank(pick: Prediction) -> tuple[Any, ...]:
             return math.floor((pick.step_s / fastest - 1) / _NEARLY), *_plainness(pick.run), pick.step_s
 
         return tried[picked.index(min(picked, key=rank))]
+
+    def _refined(self, prediction: Prediction) -> Prediction:
+        if self.space.partition != "self_adapting":
+            return prediction
+        key = prediction.run, prediction.partition
+        if key not in self.refined:
+            self.refined[key] = refine(self.cost_model, prediction)
+        return self.refined[key]
 
     def _try_all(self, set_up: SetUp) -> list[Prediction]:
         """The simulated candidates of a layout that fit, in the order in which they were made."""

@@ -116,7 +116,16 @@ def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> No
         search(costs, SearchSpace(layout=Layout(pipeline=size, data=16 // size, across=across))).best.step_s
         for size, across in ((1, "data"), (2, "pipeline"), (4, "pipeline"), (4, "data"), (8, "pipeline"))
     ]
-    assert chosen.step_s <= 1.05 * min(forced), (str(chosen.run), forced)
+    assert chosen.step_s <= 1.01 * min(forced), (str(chosen.run), forced)
+
+
+def test_layouts_are_compared_after_their_layers_have_moved() -> None:
+    """Moves between neighbours save 6 % of a step of three stages here, and less of one of twelve."""
+    links = slower_links(clusters(2, 1, devices=4), 1.25e9)
+    costs = cost_model(gpt_cost(2048, 24), links, 32, overlap_reduce=True)
+    chosen = search(costs).best
+    forced = [search(costs, SearchSpace(layout=Layout(pipeline=size, data=12 // size))).best for size in (3, 12)]
+    assert chosen.step_s <= 1.01 * min(entry.step_s for entry in forced), (str(chosen.run), forced)
 
 
 def test_at_least_13_candidates_of_several_layouts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
