@@ -240,7 +240,7 @@ class RunCheckpoints:
         return self.job.groups.tensor_parallel_rank == self.job.place_of_rank_0[2]
 
     @property
-    def _num_microbatches(self) -> int:
+    def num_microbatches(self) -> int:
         """Of a replica's training batch; 0 where nothing is known."""
         if self.fit is None or self.fit.planned is None:
             return self.resumption.num_microbatches or 0
@@ -267,7 +267,7 @@ class RunCheckpoints:
                 member,
                 checkpoint,
                 base_seed=0 if run is None else run.base_seed,
-                num_microbatches=self._num_microbatches,
+                num_microbatches=self.num_microbatches,
                 failed=failed,
             )
         if run is not None and member.rank == 0:  # hyperparameters may be modules, which are parts of this one

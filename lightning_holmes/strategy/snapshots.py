@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 KEY = "lightning_holmes_snapshot"
+BATCH = "lightning_holmes_batch"
 _PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1  # of the time, with every="auto": for pauses, and for writing beside the steps
 
 
@@ -49,13 +50,27 @@ class Resumed:
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
-    batch_size: int | None
-    num_microbatches: int
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
         """This rank's, or in another layout that of the first rank that loaded the same samples."""
         own = rank if len(self.replicas) == size and self.replicas[rank] == replica else self.replicas.index(replica)
         return states[own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBatch:
+    """What all replicas together train on in a step, as snapshots and the fit's checkpoints say.
+
+    Attributes:
+        batch_size: of each replica's loader; None: it has none, or there are several.
+        given: what it was before another number of replicas took over; with that the script begins again.
+        num_microbatches: of each replica's batch; 0: not known.
+    """
+
+    replicas: int
+    batch_size: int | None
+    given: int | None
+    num_microbatches: int
 
 
 class Snapshots:
@@ -83,6 +98,8 @@ class Snapshots:
         """The fit has come to its batches: what a callback trains before, in its loops, is none of it."""
         self.chosen: str | None = None
         """The snapshot that the fit begins from."""
+        self.own_checkpoint: str | None = None
+        """The checkpoint of the job's own that it begins from in place of a snapshot."""
         self.num_microbatches: int | None = None
         """Of a replica's batch, where other replicas than before share the samples."""
         self._trainer = trainer
@@ -99,6 +116,7 @@ class Snapshots:
         self._epoch: tuple[int, Any] | None = None
         self._resumed: Resumed | None = None
         self._trains = False  # a batch has been trained
+        self._given: int | None = None  # the data module's batch size, where it is another one now
 
     # when
 
@@ -154,12 +172,23 @@ class Snapshots:
         self.manager.settle(self._member)
 
     def describe(self, checkpoint: dict[str, Any], num_microbatches: int) -> None:
-        """Add to ``checkpoint`` what a resumed fit needs beside. All ranks must call.
+        """Add to ``checkpoint``, which may be a snapshot, what a resumed fit needs beside. All ranks must call.
 
         Args:
             num_microbatches: of a replica's batch.
         """
         member = self._member
+        if not self.is_active or "loops" not in checkpoint:
+            return
+        batch_size = _batch_size(loaders_of(self._trainer.fit_loop))
+        given = batch_size if self._given is None else self._given
+        checkpoint[BATCH] = asdict(
+            WholeBatch(
+                replicas=member.num_replicas, batch_size=batch_size, given=given, num_microbatches=num_microbatches
+            )
+        )
+        if not self.is_taking:
+            return
         epoch = self._trainer.current_epoch
         if self._epoch is None or self._epoch[0] != epoch:
             loaders = loaders_of(self._trainer.fit_loop)
@@ -179,8 +208,6 @@ class Snapshots:
             "now": [states for _, states in everyone],
             "pass_began": None if began is None else list(began),
             "first_fetch": None if first is None else list(first),
-            "batch_size": _batch_size(loaders_of(self._trainer.fit_loop)),
-            "num_microbatches": num_microbatches,
         }
 
     # going on from one
@@ -206,6 +233,7 @@ class Snapshots:
                 self._tell(
                     f"from {later}, which is newer than the snapshots that are left whole; {reached} steps were done"
                 )
+                self.own_checkpoint = later
                 return later
             self.manager.whole, self.chosen = path, str(path)
             self._tell(f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one: {path}")
@@ -216,6 +244,7 @@ class Snapshots:
         newest = member.broadcast(newest_whole(saved))
         if newest is not None:
             self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
+            self.own_checkpoint = newest
             return newest
         self._tell(
             f"at its beginning: neither a whole snapshot nor a checkpoint of it is left; {reached} steps were done"
@@ -280,34 +309,46 @@ class Snapshots:
         """Note what the snapshot that the fit begins from says.
 
         Raises:
-            ConfigurationError: another number of replicas has taken it, and the loaders do not say where they are for this number.
+            ConfigurationError: see :meth:`keep_whole_batch`.
         """
-        self._resumed = resumed = Resumed(**loaded[KEY])
-        self._step = resumed.step
-        saved = len(set(resumed.replicas))
-        if saved != self._member.num_replicas:
-            states = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or []
-            counted = bool(states) and all(SAMPLES_SEEN in state for state in states)
-            self._keep_whole_batch(resumed, saved, counted=counted)
+        self._resumed = Resumed(**loaded[KEY])
+        self._step = self._resumed.step
+        self.keep_whole_batch(loaded)
 
-    def _keep_whole_batch(self, resumed: Resumed, saved: int, *, counted: bool) -> None:
-        """Let fewer or more replicas train on the same batches, in as many microbatches in all: of the same samples each."""
-        count, data = self._member.num_replicas, self._trainer.datamodule  # type: ignore[attr-defined]
-        whole, parts = (resumed.batch_size or 0) * saved, resumed.num_microbatches * saved
+    def keep_whole_batch(self, loaded: Mapping[str, Any]) -> None:
+        """Let fewer or more replicas than have saved ``loaded`` train on the same batches, in as many microbatches in all: of the same samples
+        each.
+
+        Raises:
+            ConfigurationError: the loaders do not say where they are for this number of replicas.
+        """
+        if BATCH not in loaded:  # saved before there were batches
+            return
+        saved, count = WholeBatch(**loaded[BATCH]), self._member.num_replicas
+        if saved.replicas == count and saved.given == saved.batch_size:
+            return
+        states = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or []
+        counted, data = bool(states) and all(SAMPLES_SEEN in state for state in states), self._trainer.datamodule  # type: ignore[attr-defined]
+        whole, parts = (saved.batch_size or 0) * saved.replicas, saved.num_microbatches * saved.replicas
+        given = getattr(data, "batch_size", None)
         refusal = ""
-        if not counted or not whole or getattr(data, "batch_size", None) != resumed.batch_size:
+        if not counted or not whole or given is None:
             refusal = "only data modules that count the samples of all replicas, as lightning_holmes.data's, can give them the same batches"
+        elif given != saved.given:
+            refusal = f"the data module's batch_size is {given}, and was {saved.given}"
         elif whole % count or parts % count:
             refusal = f"a batch of {whole} samples in {parts} microbatches is not divided by {count}"
         if refusal:
             raise ConfigurationError(
-                f"the snapshot of step {resumed.step} was taken by {saved} replicas, and {count} are left: {refusal}. Start with {saved} replicas "
-                f"again (pipeline_parallel_size decides how many hosts make one), or, to begin anew, remove {self.folder.path}"
+                f"what was saved at step {loaded['global_step']} was taken by {saved.replicas} replicas, and {count} are left: {refusal}. Start with "
+                f"{saved.replicas} replicas again (pipeline_parallel_size decides how many hosts make one), or, to begin anew, remove "
+                f"{self.folder.path}"
             )
-        data.batch_size, self.num_microbatches = whole // count, parts // count
-        self._say(
-            f"{saved} replicas took it; {count} go on with batches of {whole // count} in {parts // count} microbatches each"
-        )
+        self._given, data.batch_size = given, whole // count
+        if parts:
+            self.num_microbatches = parts // count
+        in_parts = f" in {parts // count} microbatches" if parts else ""
+        self._say(f"{saved.replicas} replicas took it; {count} go on with batches of {whole // count}{in_parts} each")
 
     def note_loader(self, loader: object) -> None:
         """A loader has been made: its first pass begins with the random numbers of now."""

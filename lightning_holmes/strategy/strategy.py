@@ -668,8 +668,8 @@ class HolmesStrategy(ParallelStrategy):
         ours = self._checkpoints
         if ours is not None:
             with self._lifted():
-                if self._snapshots is not None and self._snapshots.is_taking:
-                    self._snapshots.describe(checkpoint, self._training.plan.num_microbatches)
+                if self._snapshots is not None:
+                    self._snapshots.describe(checkpoint, ours.num_microbatches)
                 ours.save(checkpoint, filepath, storage_options)
                 if self._snapshots is not None:
                     self._snapshots.note_saved(checkpoint, filepath)
@@ -691,7 +691,10 @@ class HolmesStrategy(ParallelStrategy):
         if ours is None:
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if snapshots is None or checkpoint_path != snapshots.chosen:
-            return ours.load(checkpoint_path, weights_only=weights_only)
+            loaded = ours.load(checkpoint_path, weights_only=weights_only)
+            if snapshots is not None and checkpoint_path == snapshots.own_checkpoint:
+                snapshots.keep_whole_batch(loaded)
+            return loaded
         loaded = ours.load_folder(checkpoint_path, weights_only=weights_only)
         snapshots.resume(loaded)
         return loaded

@@ -131,9 +131,10 @@ def train(
     module = Net(options.get("kill", {}), in_step)
     if options.get("counted"):
         trainer.fit(module, datamodule=Counted())
-        torch.save(module.state_dict(), folder / f"weights.{options['name']}.{rank}")
     else:
         trainer.fit(module, data, DataLoader(Noisy(), batch_size=8))
+    if options.get("keep_weights"):
+        torch.save(module.state_dict(), folder / f"weights.{options['name']}.{rank}")
     assert trainer.global_step == steps
     digest = hashlib.sha256()
     for value in module.state_dict().values():
