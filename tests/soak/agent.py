@@ -9,6 +9,7 @@ one for checkpoints.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -17,25 +18,34 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from faults import LASTS, STEPS, Case, Fault, Layout
 from launch import free_port, start_worker
 
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from lightning_holmes.cluster.testbed.netlink import namespace_path
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+
 TIMEOUT_S = 15.0  # of the strategy
 _LIMIT_S = 100.0  # an attempt that takes longer hangs
+_LIMIT_ON_NETWORK_S = 200.0  # cards that come back, moves, and links that are cut for some time
+_FLAPS = 5
 _STEP_S = 0.2  # beside that, of each step
 _SPARED_S = 30.0  # torchrun's patience with ranks that it has sent SIGTERM
 _MEMORY = "4m"
 _ALIKE = {"partition": "uniform"}  # whatever the machine does beside
 _MORE_ATTEMPTS = 3
+_CLOSE = 1e-5  # where another layout sums in another order
 _MORE_MB = 10.0  # of memory: what an allocator may keep more
 _UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
 _CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
+_MOVED = re.compile(r"what was under way was repeated; [\d.]+ s")
 _TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # said by those who were told
 
 
@@ -58,12 +68,14 @@ class Report:
     outcome: str = "well"
     struck: list[Struck] = field(default_factory=list)
     attempts: int = 0
+    moves: int = 0
+    """Times that groups were connected over other cards while they were used."""
     seconds: float = 0.0
     output: str = ""
 
     def __str__(self) -> str:
         lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
-        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.seconds:.0f} s, lost: {lost or '-'}"
+        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.moves} moves, {self.seconds:.0f} s, lost: {lost or '-'}"
 
 
 class Hosts:
@@ -74,6 +86,7 @@ class Hosts:
         self.seen = folder / "memory"
         self.own = [folder / f"memory.{host}" for host in range(layout.hosts)]
         self.checkpoints = folder / "checkpoints"
+        self.bed: Testbed | None = None
         self._mounts = contextlib.ExitStack()
 
     def __enter__(self) -> "Hosts":
@@ -82,7 +95,36 @@ class Hosts:
             path.mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_MEMORY}", "soak", path], check=True, timeout=10)
             self._mounts.callback(subprocess.run, ["umount", "-l", path], check=True, timeout=10)
+        if self.layout.clusters:
+            self.bed = self._mounts.enter_context(Testbed(_topology(self.layout), TestbedOptions()))
         return self
+
+    def start(self, folder: Path, rank: int, layout: Layout, port: int) -> int:
+        """Start a rank on its host; its process id."""
+        env = {}
+        if self.bed is not None:
+            number = layout.host_of(rank)
+            host, ranks = self.bed.layout.hosts[number], layout.ranks_of(number)
+            env = {
+                "HOLMES_HOST_NAME": host.name,
+                "HOLMES_SYSFS_ROOT": str(self.bed.sysfs_root(host.name)),
+                "HOLMES_CACHE_DIR": str(self.folder / f"cache.{number}"),
+                "SOAK_NAMESPACE": namespace_path(host.namespace),
+                "SOAK_HOSTS_FILE": str(self.bed._hosts_file),
+                "MASTER_ADDR": self.bed.layout.hosts[0].ethernet.address,
+                "LOCAL_RANK": str(rank - ranks[0]),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                "GROUP_RANK": str(number),
+            }
+        return start_worker(folder, rank, layout.size, port, env)
+
+    def switch(self, host: int, kind: str, *, up: bool) -> None:
+        """Switch a host's card of this kind, "roce" or "ethernet"."""
+        assert self.bed is not None
+        found = self.bed.layout.hosts[host]
+        (self.bed.set_up if up else self.bed.set_down)(
+            f"{found.name}.{next(nic.name for nic in found.nics if nic.kind == kind)}"
+        )
 
     def __exit__(self, *_: object) -> None:
         self._mounts.close()
@@ -115,11 +157,30 @@ class Hosts:
             path.write_bytes(data[:place] if cut else data)
 
 
+def _topology(layout: Layout) -> Topology:
+    """Hosts of one fast card and one for Ethernet each."""
+    nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
+    each = layout.hosts // layout.clusters
+    return Topology(
+        clusters=tuple(
+            Cluster(
+                name=name,
+                hosts=tuple(
+                    Host(name=f"{name}{n}", devices=layout.size // layout.hosts, nics=nics) for n in range(each)
+                ),
+            )
+            for name in "abcd"[: layout.clusters]
+        )
+    )
+
+
 class Attempt:
     """One start of the job."""
 
     def __init__(self, run: "Run", number: int, faults: tuple[Fault, ...]) -> None:
-        self.run, self.layout, self.faults = run, run.case.layout, faults
+        self.run, self.faults = run, faults
+        self.hosts = run.case.hosts_at(number)
+        self.layout = run.case.layout.on(len(self.hosts))
         self.folder = run.folder / f"attempt{number}"
         self.number = number
         self.struck: list[Struck] = []
@@ -133,12 +194,13 @@ class Attempt:
         run, size = self.run, self.layout.size
         self.folder.mkdir()
         given = [asdict(fault) | {"index": index} for index, fault in enumerate(self.faults)]
-        payload = run.options | {"folder": str(self.folder), "name": "soak", "faults": given}
+        own = [str(run.hosts.own[self.host_of(rank)]) for rank in range(size)]
+        payload = run.options | {"folder": str(self.folder), "name": "soak", "faults": given, "memory_of_rank": own}
         (self.folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", payload)))
         port = free_port()
         self.pids = {}
         for rank in range(size):
-            self.pids[rank] = start_worker(self.folder, rank, size, port)
+            self.pids[rank] = run.hosts.start(self.folder, rank, self.layout, port)
         began = time.monotonic()
         limit_s = _limit_s(self.layout) + len(self.faults) * 5.0
         first_end: float | None = None
@@ -164,6 +226,10 @@ class Attempt:
             time.sleep(0.005)
         for _, act in self._later:
             act()
+
+    def host_of(self, rank: int) -> int:
+        """The number that a rank's host has among all hosts."""
+        return self.hosts[self.layout.host_of(rank)]
 
     @property
     def is_done(self) -> bool:
@@ -200,15 +266,15 @@ class Attempt:
                 (self.folder / f"struck.{index}").touch()
 
     def _act(self, fault: Fault, now: float) -> None:
-        hosts, host = self.run.hosts, self.layout.host_of(fault.rank)
-        fellows, everyone = self.layout.ranks_of(host), list(range(self.layout.size))
+        hosts, host = self.run.hosts, self.host_of(fault.rank)
+        fellows, everyone = self.layout.ranks_of(self.layout.host_of(fault.rank)), list(range(self.layout.size))
         kind = fault.kind
         if kind in ("kill", "kill and tear", "kill and flip"):
             self._signal(signal.SIGKILL, [fault.rank])
         elif kind in ("kill host", "lose host"):
             self._signal(signal.SIGKILL, fellows)
-        elif kind == "SIGTERM":
-            self._signal(signal.SIGTERM, fellows)
+        elif kind in ("SIGTERM", "hosts return"):
+            self._signal(signal.SIGTERM, fellows if kind == "SIGTERM" else everyone)
         elif kind == "SIGINT":
             self._signal(signal.SIGINT, everyone)
         elif kind == "SIGINT to one":
@@ -221,13 +287,19 @@ class Attempt:
             path = hosts.own[host] if kind == "full snapshots" else hosts.checkpoints
             hosts.fill(path)
             self._later.append((now + fault.seconds, lambda: hosts.free(path)))
+        elif kind.startswith(("card", "cut")):
+            card = "roce" if kind.startswith("card") else "ethernet"
+            hosts.switch(host, card, up=False)
+            for number in range(1, 2 * _FLAPS if kind == "card flaps" else 0 if kind == "card for good" else 2):
+                up, when = number % 2 == 1, now + number * fault.seconds
+                self._later.append((when, functools.partial(hosts.switch, host, card, up=up)))
         else:
             assert kind == "raise"
 
     def after_end(self) -> None:
         """What becomes of the hosts when all processes have ended."""
         for struck in self.struck:
-            host = self.layout.host_of(struck.fault.rank)
+            host = self.host_of(struck.fault.rank)
             if struck.fault.kind == "lose host":
                 self.run.hosts.lose(host)
             elif struck.fault.kind in ("kill and tear", "kill and flip"):
@@ -268,7 +340,6 @@ class Run:
         self.options = layout.options | {
             "snapshots": str(hosts.seen),
             **({"checkpoints": str(hosts.checkpoints)} if steps_of(layout) < LASTS else {}),
-            "memory_of_rank": [str(hosts.own[layout.host_of(rank)]) for rank in range(layout.size)],
             "strategy": {
                 "snapshot_every_n_steps": case.every,
                 "timeout": timedelta(seconds=TIMEOUT_S),
@@ -277,8 +348,8 @@ class Run:
             },
         }
 
-    def go(self, expected: "Expected") -> Report:
-        """Start the job until it has ended well, and compare with a run without faults."""
+    def go(self, expect: Callable[[Layout], "Expected"]) -> Report:
+        """Start the job until it has ended well, and compare with a run without faults, which ``expect`` gives."""
         report, began = Report(self.case), time.monotonic()
         attempts: list[Attempt] = []
         planned: Iterator[tuple[Fault, ...]] = iter(self.case.attempts)
@@ -295,21 +366,27 @@ class Run:
             if report.outcome == "well":
                 report.outcome = "it does not end well, however often it is started"
         if report.outcome == "well":
-            report.outcome = self._compare(attempts, expected) or "well"
+            report.outcome = self._compare(attempts, expect) or "well"
         report.attempts, report.seconds = len(attempts), time.monotonic() - began
         report.struck = [struck for attempt in attempts for struck in attempt.struck]
+        report.moves = sum(len(_MOVED.findall(attempt.output(0))) for attempt in attempts)
         self._time(attempts)
         if report.outcome != "well":
             report.output = "\n".join(
                 f"--- attempt {a.number}, rank {rank}: exit {a.codes.get(rank)}\n{a.output(rank)[-2500:]}"
                 for a in attempts
-                for rank in range(self.case.layout.size)
+                for rank in a.codes
             )
         return report
 
-    def _compare(self, attempts: list[Attempt], expected: "Expected") -> str:
-        ranks = range(self.case.layout.size)
+    def _compare(self, attempts: list[Attempt], expect: Callable[[Layout], "Expected"]) -> str:
         last = attempts[-1]
+        # of which nothing was left, and which began anew with the hosts that there were, as another job would
+        attempts = attempts[max((a.number for a in attempts if 1 in losses(a.folder, 0)), default=0) :]
+        expected = expect(attempts[0].layout)
+        if self.case.present:
+            return self._compare_closely(attempts, expected) or self._look_for_remains(last)
+        ranks = range(self.case.layout.size)
         if [pickle.loads((last.folder / f"result{rank}").read_bytes()) for rank in ranks] != expected.weights:
             return "other weights than without faults"
         for attempt in attempts:
@@ -323,7 +400,25 @@ class Run:
                 early, *_, late = [[float(n) for n in line.split()] for line in usage.read_text().splitlines()[1:]]
                 if late[0] > early[0] or late[1] > early[1] or late[2] > early[2] + _MORE_MB:
                     return f"rank {rank} had {early} threads, open files and MB after a fifth of the steps, and {late} at the end"
-        left = [str(path) for own in self.hosts.own for path in own.iterdir()]
+        return self._look_for_remains(last)
+
+    def _compare_closely(self, attempts: list[Attempt], expected: "Expected") -> str:
+        """Where the layout has changed: to rounding. Of replicas the mean of their losses."""
+        found, known = (torch.load(folder / "weights.soak.0") for folder in (attempts[-1].folder, expected.folder))
+        for name, value in known.items():
+            if not torch.allclose(found[name], value, rtol=_CLOSE, atol=_CLOSE):
+                return f"{name} differs by {float((found[name] - value).abs().max()):.2g} from that without faults"
+        for attempt in attempts:
+            of_ranks = [losses(attempt.folder, rank) for rank in attempt.codes]
+            for step in set.intersection(*map(set, of_ranks)):
+                (*place, _), mean = of_ranks[0][step], _mean_loss(of_ranks, step)
+                (*known_place, _), known_mean = expected.losses[0][step], _mean_loss(expected.losses, step)
+                if place != known_place or abs(mean - known_mean) > 10 * _CLOSE * known_mean:
+                    return f"step {step} of attempt {attempt.number} is {place}, {mean:.9g}; without faults {known_place}, {known_mean:.9g}"
+        return ""
+
+    def _look_for_remains(self, last: Attempt) -> str:
+        left = [str(path) for host in last.hosts for path in self.hosts.own[host].iterdir()]
         left += [str(path) for path in self.hosts.checkpoints.iterdir() if path.name.startswith(".")]
         return f"{left} is left" if left else ""
 
@@ -346,12 +441,16 @@ class Run:
                     struck.lost_s = min(further) - since
 
 
+def _mean_loss(of_ranks: list[dict[int, Any]], step: int) -> float:
+    return sum(float.fromhex(of_rank[step][-1]) for of_rank in of_ranks) / len(of_ranks)
+
+
 def steps_of(layout: Layout) -> int:
     return int(layout.options.get("steps", STEPS))
 
 
 def _limit_s(layout: Layout) -> float:
-    return _LIMIT_S + _STEP_S * steps_of(layout)
+    return (_LIMIT_ON_NETWORK_S if layout.clusters else _LIMIT_S) + _STEP_S * steps_of(layout)
 
 
 def losses(folder: Path, rank: int) -> dict[int, Any]:
@@ -367,9 +466,10 @@ class Expected:
 
     weights: list[str]
     losses: list[dict[int, Any]]
+    folder: Path
 
 
-def expected_of(layout: Layout, folder: Path) -> Expected:
+def expected_of(layout: Layout, hosts: Hosts, folder: Path) -> Expected:
     """Run a layout without faults or snapshots."""
     folder.mkdir()
     options = layout.options | {"folder": str(folder), "name": "soak", "faults": []}
@@ -378,7 +478,7 @@ def expected_of(layout: Layout, folder: Path) -> Expected:
     port = free_port()
     ranks = range(layout.size)
     for rank in ranks:
-        start_worker(folder, rank, layout.size, port)
+        hosts.start(folder, rank, layout, port)
     end = time.monotonic() + _limit_s(layout)
     while not all((folder / f"exit{rank}").exists() for rank in ranks):
         assert time.monotonic() < end, f"{layout.name} does not end without faults"
@@ -387,4 +487,4 @@ def expected_of(layout: Layout, folder: Path) -> Expected:
     assert not any(codes), "".join((folder / f"log{rank}").read_text() for rank in ranks)
     found = [losses(folder, rank) for rank in ranks]
     assert all(sorted(of_rank) == list(range(1, steps_of(layout) + 1)) for of_rank in found)
-    return Expected([pickle.loads((folder / f"result{rank}").read_bytes()) for rank in ranks], found)
+    return Expected([pickle.loads((folder / f"result{rank}").read_bytes()) for rank in ranks], found, folder)

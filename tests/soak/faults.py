@@ -2,13 +2,15 @@
 
     case = draw(17)
     case.layout, case.attempts          # for each start of the job the faults that strike it
+    draw_on_network(17)                 # the same on hosts of the testbed, whose cards and links fail, too
+    draw_elastic(17)                    # hosts are away at a restart, and come back
 
 A moment is a place in a rank's code and how often the rank has come there; ``delay_s`` later (0: exactly there, while the rank waits) the
 fault strikes. So a seed replays its faults, whatever the machine does beside.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 STEPS = 14
@@ -29,17 +31,32 @@ PLACES = {
     "ended": 1,
 }
 """Where a fault can strike, and how often a rank comes there in a run at the most."""
+PLACES_ON_NETWORK = PLACES | {"gather": STEPS}
 USERS_CODE = ("batch", "forward", "optimizer", "validation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Ranks, and how they train. ``hosts``: so many parts of the ranks have a snapshot folder each."""
+    """Ranks, and how they train. ``hosts``: so many parts of the ranks have a snapshot folder each. ``clusters``: of the testbed, in which
+    each host has a fast card and Ethernet; 0: the network is the machine's own."""
 
     size: int
     hosts: int
     name: str
     options: dict[str, Any]
+    clusters: int = 0
+
+    def on(self, hosts: int) -> "Layout":
+        """The same on so many of the hosts."""
+        return replace(self, size=self.size * hosts // self.hosts, hosts=hosts)
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.options["strategy"].get("sharded_optimizer"))
+
+    @property
+    def uses_fast_cards(self) -> bool:
+        return 0 < self.clusters < self.hosts
 
     def host_of(self, rank: int) -> int:
         return rank * self.hosts // self.size
@@ -66,6 +83,55 @@ LAYOUTS = (
     Layout(size=4, hosts=2, name="two by two", options={"strategy": {"pipeline_parallel_size": 2}}),
 )
 
+_LONGER: dict[str, Any] = {"steps": 40, "pace_s": 0.2}
+NETWORKS = (
+    Layout(
+        size=2,
+        hosts=2,
+        clusters=1,
+        name="two stages over a fast card",
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2, "repeat_transfers": True}},
+    ),
+    Layout(
+        size=2,
+        hosts=2,
+        clusters=1,
+        name="sharded optimizer over a fast card",
+        options=_LONGER
+        | {"strategy": {"pipeline_parallel_size": 1, "sharded_optimizer": True, "repeat_transfers": True}},
+    ),
+    Layout(
+        size=4,
+        hosts=4,
+        clusters=2,
+        name="two clusters, replicas inside",
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2, "repeat_transfers": True}},
+    ),
+    Layout(
+        size=2,
+        hosts=2,
+        clusters=2,
+        name="two clusters, a stage each",
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
+    ),
+)
+RANKS = "ranks"
+"""As pipeline_parallel_size: as many as there are."""
+ELASTIC = (
+    Layout(
+        size=2,
+        hosts=2,
+        name="two replicas, or one",
+        options={"strategy": {"pipeline_parallel_size": 1}, "counted": True, "keep_weights": True},
+    ),
+    Layout(
+        size=2,
+        hosts=2,
+        name="two stages, or one",
+        options={"strategy": {"pipeline_parallel_size": RANKS}, "keep_weights": True},
+    ),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -74,7 +140,9 @@ class Fault:
     Kinds: kill (the rank), kill host (all of its host), lose host (and the host's memory is empty afterwards), SIGTERM (the host's ranks),
     SIGINT (all ranks), SIGINT to one, stop (SIGSTOP, SIGCONT after ``seconds``), hang (SIGSTOP), raise (the user's code), full snapshots, full
     checkpoints (no room there for ``seconds``), kill and tear (the newest snapshot of the rank's host is cut off afterwards), kill and flip (likewise a
-    byte of it is another one).
+    byte of it is another one); on a network, of the rank's host: card (the fast one is down for ``seconds``), card for good (until the job has
+    ended), card flaps (it is down and up for ``seconds``, five times), cut (its Ethernet, for ``seconds``), cut for long (for longer than the
+    timeout). hosts return: all ranks get SIGTERM, as torchrun ends them to start more.
     """
 
     kind: str
@@ -105,16 +173,26 @@ KINDS = {
     "kill and flip": 1,
 }
 """Kinds, and how often each is drawn, compared with the others."""
+KINDS_OF_CARDS = {"card": 10, "card for good": 3, "card flaps": 5}
+KINDS_OF_LINKS = {"cut": 5, "cut for long": 2}
+KINDS_OF_HOSTS = {"hosts return": 1}
+_SECONDS = {"card": (0.5, 20.0), "card flaps": (0.3, 6.5), "cut": (1.0, 5.0), "cut for long": (25.0, 30.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run: its layout, steps between snapshots, and the faults of each start; after those it is left alone."""
+    """A run: its layout, steps between snapshots, and the faults of each start; after those it is left alone. ``present``: the hosts that
+    there are at each start, and, last, from then on; empty: always all."""
 
     seed: int
     layout: Layout
     every: int
     attempts: tuple[tuple[Fault, ...], ...]
+    present: tuple[tuple[int, ...], ...] = ()
+
+    def hosts_at(self, start: int) -> tuple[int, ...]:
+        """The numbers of the hosts that there are at a start."""
+        return self.present[min(start, len(self.present) - 1)] if self.present else tuple(range(self.layout.hosts))
 
     def __str__(self) -> str:
         faults = "; ".join(" and ".join(map(str, faults)) for faults in self.attempts)
@@ -125,16 +203,50 @@ def draw(seed: int) -> Case:
     """The case of a seed."""
     chance = random.Random(seed)
     layout = chance.choice(LAYOUTS)
+    return _draw_case(chance, seed, layout, KINDS, PLACES)
+
+
+def draw_on_network(seed: int) -> Case:
+    """The case of a seed on the testbed."""
+    chance = random.Random(seed)
+    layout = chance.choice(NETWORKS)
+    kinds = KINDS | KINDS_OF_LINKS | (KINDS_OF_CARDS if layout.uses_fast_cards else {})
+    return _draw_case(chance, seed, layout, kinds, PLACES_ON_NETWORK)
+
+
+def draw_elastic(seed: int) -> Case:
+    """The case of a seed in which a host is lost, or told to leave, is not there at the next start, and may come back."""
+    chance = random.Random(seed)
+    layout = chance.choice(ELASTIC)
+    everyone = tuple(range(layout.hosts))
+    present, attempts = [everyone], []
+    for _ in range(chance.choice((1, 2, 2, 3, 4))):
+        rank = 0
+        if present[-1] == everyone:
+            rank = chance.randrange(layout.size)
+            kind = chance.choice(("kill host", "lose host", "SIGTERM"))
+            following = tuple(host for host in everyone if host != layout.host_of(rank))
+        elif chance.random() < 0.7:
+            kind, following = "hosts return", everyone
+        else:
+            kind, following = "kill", present[-1]
+        attempts.append((replace(_draw_fault(chance, layout, {kind: 1}, PLACES), rank=rank),))
+        present.append(following)
+    every = chance.choice((1, 2, 3))
+    return Case(seed=seed, layout=layout, every=every, attempts=tuple(attempts), present=tuple(present))
+
+
+def _draw_case(chance: random.Random, seed: int, layout: Layout, kinds: dict[str, int], places: dict[str, int]) -> Case:
     attempts = [
-        tuple(_draw_fault(chance, layout) for _ in range(1 + (chance.random() < 0.2)))
+        tuple(_draw_fault(chance, layout, kinds, places) for _ in range(1 + (chance.random() < 0.2)))
         for _ in range(chance.choice((1, 1, 2, 3)))
     ]
     return Case(seed=seed, layout=layout, every=chance.choice((1, 2, 3)), attempts=tuple(attempts))
 
 
-def _draw_fault(chance: random.Random, layout: Layout) -> Fault:
-    kind = chance.choices(list(KINDS), weights=list(KINDS.values()))[0]
-    places = [p for p in PLACES if layout.hosts > 1 or p != "copy"]
+def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], counts: dict[str, int]) -> Fault:
+    kind = chance.choices(list(kinds), weights=list(kinds.values()))[0]
+    places = [p for p in counts if (layout.hosts > 1 or p != "copy") and (layout.is_sharded or p != "gather")]
     if kind == "raise":
         places = list(USERS_CODE)
     elif kind.startswith("full"):
@@ -145,10 +257,28 @@ def _draw_fault(chance: random.Random, layout: Layout) -> Fault:
         kind=kind,
         rank=0 if chance.random() < 0.3 else chance.randrange(layout.size),
         place=place,
-        count=chance.randint(1, PLACES[place]),
+        count=chance.randint(1, counts[place]),
         delay_s=0.0 if exact else round(chance.uniform(0.0, 0.3 if place != "joining" else 2.0), 3),
-        seconds=round(chance.uniform(0.5, 3.0), 2),
+        seconds=round(chance.uniform(*_SECONDS.get(kind, (0.5, 3.0))), 2),
     )
+
+
+def lasting_on_network(num_steps: int) -> Case:
+    """One start of many steps, in which a fast card goes down and comes back, twenty times."""
+    layout = NETWORKS[0]
+    options = {**layout.options, "steps": num_steps, "pace_s": 0.0}
+    faults = [
+        Fault(
+            kind="card",
+            rank=number % 2,
+            place="batch",
+            count=number * num_steps // 21,
+            seconds=1.0 + 7.0 * (number % 3),
+        )
+        for number in range(1, 21)
+    ]
+    layout = replace(layout, name=f"{layout.name}, {num_steps} steps", options=options)
+    return Case(seed=0, layout=layout, every=10, attempts=(tuple(faults),))
 
 
 def lasting(num_steps: int) -> Case:

@@ -1,13 +1,15 @@
 """The long form of the soak: random faults on runs of a tiny model, one after the other, for so long.
 
     python tests/soak/soak.py --minutes 60 --seed 1          # make soak
-    python tests/soak/soak.py --seed 1234 --runs 1           # a seed again
+    python tests/soak/soak.py --seed 1234 --runs 1           # a seed again, of each kind of cases
+    python tests/soak/soak.py --seed 1234 --runs 1 --only network
 
 Prints a line a run, and at the end the table: faults, what they were survived by, and the seconds that they cost. Ends with 1 if a run did
 not end as one without faults.
 """
 
 import argparse
+import functools
 import itertools
 import signal
 import statistics
@@ -22,21 +24,35 @@ if __name__ == "__main__":
     sys.path[:0] = [str(tests), str(tests / "strategy")]
 
 from agent import Expected, Hosts, Report, Run, expected_of
-from faults import KINDS, Case, Layout, draw, lasting
+from faults import (
+    KINDS,
+    KINDS_OF_CARDS,
+    KINDS_OF_HOSTS,
+    KINDS_OF_LINKS,
+    Case,
+    Layout,
+    draw,
+    draw_elastic,
+    draw_on_network,
+    lasting,
+    lasting_on_network,
+)
 
-_expected: dict[str, Expected] = {}
+_DRAWN = {"hosts": (draw, lasting), "network": (draw_on_network, lasting_on_network), "elastic": (draw_elastic, None)}
+_expected: dict[tuple[str, int], Expected] = {}
 
 
 def soak(case: Case, folder: Path) -> Report:
     """The run of a case, in a new folder."""
     with Hosts(folder, case.layout) as hosts:
-        return Run(case, hosts, folder).go(_expect(case.layout, folder))
+        return Run(case, hosts, folder).go(functools.partial(_expect, hosts))
 
 
-def _expect(layout: Layout, folder: Path) -> Expected:
-    if layout.name not in _expected:
-        _expected[layout.name] = expected_of(layout, folder / "expected")
-    return _expected[layout.name]
+def _expect(hosts: Hosts, layout: Layout) -> Expected:
+    key = layout.name, layout.hosts
+    if key not in _expected:
+        _expected[key] = expected_of(layout, hosts, Path(tempfile.mkdtemp(dir=hosts.folder.parent)) / "expected")
+    return _expected[key]
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -44,10 +60,10 @@ def table(reports: Sequence[Report]) -> str:
     struck = [s for report in reports for s in report.struck if report.outcome == "well"]
     lines = [
         f"{len(reports)} runs, {sum(r.attempts for r in reports)} starts, {sum(len(r.struck) for r in reports)} faults; "
-        f"{sum(r.outcome != 'well' for r in reports)} runs not as without faults",
-        f"{'fault':>20} {'number':>7} {'waited':>7} {'restarted':>10} {'ended after, s':>15} {'lost, s: median':>16} {'worst':>6}",
+        f"{sum(r.moves for r in reports)} moves; {sum(r.outcome != 'well' for r in reports)} runs not as without faults",
+        f"{'fault':>20} {'number':>7} {'went on':>7} {'restarted':>10} {'ended after, s':>15} {'lost, s: median':>16} {'worst':>6}",
     ]
-    for kind in (*KINDS, "all"):
+    for kind in (*KINDS, *KINDS_OF_CARDS, *KINDS_OF_LINKS, *KINDS_OF_HOSTS, "all"):
         of_kind = [s for s in struck if kind in (s.fault.kind, "all")]
         ended = [s.ended_s for s in of_kind if s.ended_s is not None]
         lost = [s.lost_s for s in of_kind if s.lost_s is not None]
@@ -70,18 +86,22 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, help="before the others, one run of so many steps, whose memory and threads stay"
     )
+    parser.add_argument("--only", choices=sorted(_DRAWN), help="one of the kinds of cases")
     given = parser.parse_args()
     reports: list[Report] = []
     end = time.monotonic() + given.minutes * 60
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # file systems are unmounted
     with tempfile.TemporaryDirectory(prefix="holmes-soak-") as folder:
-        if given.steps:
-            reports.append(_tell(soak(lasting(given.steps), Path(folder) / "lasting")))
+        drawn = {name: both for name, both in _DRAWN.items() if given.only in (None, name)}
+        for name, (_, lasts) in drawn.items():
+            if lasts is None or not given.steps:
+                continue
+            reports.append(_tell(soak(lasts(given.steps), Path(folder) / f"lasting.{name}")))
         seeds = itertools.count(given.seed) if given.runs is None else range(given.seed, given.seed + given.runs)
-        for seed in seeds:
+        for seed, name in ((seed, name) for seed in seeds for name in drawn):
             if time.monotonic() > end:
                 break
-            reports.append(_tell(soak(draw(seed), Path(folder) / str(seed))))
+            reports.append(_tell(soak(drawn[name][0](seed), Path(folder) / f"{seed}.{name}")))
     print(table(reports))
     return any(report.outcome != "well" for report in reports)
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from faults import LASTS
+from faults import LASTS, RANKS
 from lightning.pytorch import Callback
 from snapshot_cases import train
 
 from lightning_holmes.checkpoint import atomic, loading, manager, saving
 from lightning_holmes.checkpoint.copies import Copies
+from lightning_holmes.cluster.testbed import enter
+from lightning_holmes.comm import collectives
 
 _NEW_MOUNTS, _PRIVATE, _BIND, _RECURSIVE = 0x00020000, 1 << 18, 4096, 16384
 _PATIENCE_S = 10.0
@@ -68,10 +70,11 @@ class Notes(Callback):
     """Comes to the places of the user's code, and writes down when steps are done; and ten times in a run that lasts what the process
     has of threads, open files and memory (MB)."""
 
-    def __init__(self, places: Places, pace: Path, usage: Path) -> None:
-        self._places, self._pace, self._usage = places, pace, usage
+    def __init__(self, places: Places, pace: Path, usage: Path, pace_s: float) -> None:
+        self._places, self._pace, self._usage, self._pace_s = places, pace, usage, pace_s
 
     def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self._pace_s)  # steps of a larger model take as long
         self._places.come("batch")
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -95,6 +98,7 @@ class Notes(Callback):
 def watch_writing(places: Places, snapshots: str) -> None:
     """Let this process come to the places where files are written and read."""
     write, replace, copy, load = saving.write_part, atomic.replace, Copies.__call__, loading.load_folder
+    gather = collectives._native_gather
 
     def write_part(path: Path, *args: Any) -> Any:
         places.come("snapshot" if str(path).startswith(snapshots) else "checkpoint")
@@ -113,6 +117,11 @@ def watch_writing(places: Places, snapshots: str) -> None:
         places.come("loading")
         return load(*args, **options)
 
+    def gathered(*args: Any) -> None:
+        places.come("gather")
+        gather(*args)
+
+    collectives._native_gather = gathered
     saving.write_part, atomic.replace, Copies.__call__ = write_part, replaced, copied  # type: ignore[method-assign]
     manager.load_folder = load_folder
 
@@ -120,12 +129,17 @@ def watch_writing(places: Places, snapshots: str) -> None:
 def run(options: dict[str, Any]) -> str:
     """One start of the job on this rank; the digest of the final weights."""
     rank, folder = int(os.environ["RANK"]), Path(options["folder"])
+    if "SOAK_NAMESPACE" in os.environ:
+        place = (os.environ[f"SOAK_{what}"] for what in ("NAMESPACE", "HOSTS_FILE"))
+        enter.enter("/dev/null", next(place), os.getppid(), os.environ["HOLMES_HOST_NAME"], next(place))
     if "snapshots" in options:
         see_folder_of_host(options["memory_of_rank"][rank], options["snapshots"])
+    if options["strategy"]["pipeline_parallel_size"] == RANKS:
+        options["strategy"] = options["strategy"] | {"pipeline_parallel_size": int(os.environ["WORLD_SIZE"])}
     places = Places(folder, [fault for fault in options["faults"] if fault["rank"] == rank])
     if "snapshots" in options:
         watch_writing(places, options["snapshots"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     places.come("joining")
-    notes = Notes(places, folder / f"pace.{rank}", folder / f"usage.{rank}")
+    notes = Notes(places, folder / f"pace.{rank}", folder / f"usage.{rank}", options.get("pace_s", 0.0))
     return train(options, callbacks=[notes], in_step=lambda: places.come("forward"))
