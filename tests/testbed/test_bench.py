@@ -131,6 +131,7 @@ def test_only_the_floors_are_alone_and_holmes_is_told_nothing() -> None:
         "sockets",
         "sockets-kept",
         "sockets-layered",
+        "sockets-once",
     ]
     for name, contender in CONTENDERS.items():
         is_ours = isinstance(contender.make_strategy(job_of(2, 2)), HolmesStrategy) and name != "blind"

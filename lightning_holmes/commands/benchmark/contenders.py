@@ -337,14 +337,17 @@ _ALL = (
         )
         for name, said, carried in (("sockets", "2 P", (1, 2)), ("sockets-kept", "P", (1, 1)))
     ),
-    Contender(
-        name="sockets-layered",
-        title="no communication, beside bare sockets that carry 3 P (D-1)/D to the next process",
-        make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
-        alone=True,
-        exchanged=3,
-        node_order=in_order,
-        why_not=lambda job: None if job.processes_per_host == 1 else "needs one process a host",
+    *(
+        Contender(
+            name=name,
+            title=f"no communication, beside bare sockets that carry {said}P (D-1)/D to the next process",
+            make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
+            alone=True,
+            exchanged=passes,
+            node_order=in_order,
+            why_not=lambda job: None if job.processes_per_host == 1 else "needs one process a host",
+        )
+        for name, said, passes in (("sockets-layered", "3 ", 3), ("sockets-once", "", 1))
     ),
     _holmes(
         name="zero1",
@@ -362,6 +365,11 @@ _ALL = (
         name="holmes",
         title="Holmes",
         make_strategy=lambda job: HolmesStrategy(),
+    ),
+    _holmes(
+        name="holmes-depth-first",
+        title="Holmes, interleaved 1F1B",
+        make_strategy=lambda job: HolmesStrategy(schedule="eager_interleaved_1f1b"),
     ),
     _holmes(
         name="holmes-fast",
@@ -450,6 +458,8 @@ CASES = {
         microbatches=4,
         cpu_share=0.3,
     ),
+    # what computing loses to a network that processors carry, and what breadth-first order among the candidates of "auto" gives
+    "limits": BenchmarkCase(contenders=("floor", "sockets-once", "holmes", "holmes-depth-first")),
     "breadth-first": BenchmarkCase(
         contenders=("floor", "breadth-first", "zero1"), hosts=(4,), ethernet="1gbit", microbatches=4
     ),
