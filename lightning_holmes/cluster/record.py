@@ -55,6 +55,7 @@ _BANDWIDTHS |= {f"{prefix}B/s": factor for prefix, factor in _BYTES.items()} | {
 _LATENCIES = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _BANDWIDTH_HELP = "a positive bandwidth such as '200 Gbit/s' or '1.5 GB/s'; a bare number is bytes per second"
 _LEAST_BARE = 1e5  # bytes per second
+_FORGOTTEN_LATENCY = 1.0  # seconds
 _BY_HAND = "by hand"
 _LATENCY_HELP = "a latency of zero or more such as '50 us' or '2 ms'; a bare number is seconds"
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\D.*?)?\s*")
@@ -140,6 +141,22 @@ def _parse_latency(value: Any) -> Any:
     return number / _LATENCIES[unit]
 
 
+def _parse_own_latency(value: Any, info: ValidationInfo) -> Any:
+    """As _parse_latency. In a text that people write, a bare number of seconds or more is one whose unit was forgotten."""
+    parsed = _parse_latency(value)
+    bare = not isinstance(value, str) or _quantity(value, _LATENCY_HELP)[1] == ""
+    if info.context == _BY_HAND and bare and parsed >= _FORGOTTEN_LATENCY:
+        raise ValueError(
+            f"{_shown(value)} without a unit is {parsed:g} seconds, and no network is so slow; write the unit, such as "
+            f"'{parsed:g} us'; what is meant so: '{parsed:g} s'"
+        )
+    return parsed
+
+
+def _written_latency(seconds: float) -> float | str:
+    return f"{seconds!r} s" if seconds >= _FORGOTTEN_LATENCY else seconds
+
+
 def _check_address(text: str) -> str:
     ipaddress.ip_interface(text)
     return text
@@ -154,7 +171,12 @@ Bandwidth = Annotated[
     BeforeValidator(_parse_own_bandwidth),
     PlainSerializer(_written_bandwidth, return_type=float | str, when_used="json"),
 ]
-Latency = Annotated[float, Field(ge=0), BeforeValidator(_parse_latency)]
+Latency = Annotated[
+    float,
+    Field(ge=0),
+    BeforeValidator(_parse_own_latency),
+    PlainSerializer(_written_latency, return_type=float | str, when_used="json"),
+]
 
 
 def record(cls: type[T]) -> type[T]:

@@ -24,7 +24,7 @@ A topology file:
 
 kind and transport are infiniband, roce or ethernet. A bandwidth has a unit (bit/s, B/s, with k, M, G, T, or
 Ki, Mi, Gi, Ti before B/s) or is a bare number of bytes per second, 100 kB/s at the least. A latency has a unit (s, ms, us, ns) or is
-a bare number of seconds. A NIC without a bandwidth is one whose speed is not known. Global ranks are assigned
+a bare number of seconds, below 1. A NIC without a bandwidth is one whose speed is not known. Global ranks are assigned
 out in the order of the file: the first host of the first cluster has the first ranks.
 
 What discovery writes has more keys, all optional in a file: ranks of a host; interface, addresses, up, fabric

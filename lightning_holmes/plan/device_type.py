@@ -136,10 +136,10 @@ _KEYS = {"speed": "FLOP/s", "memory": "bytes", "local": "bytes/s to a neighbour 
 
 _LEAST = {
     "speed": 1e10,
-    "memory": 1e3,
+    "memory": 1e6,
     "local": 1e6,
     "peak": 1e10,
-}  # less is a unit that slipped, such as speed=100 for TFLOP/s
+}  # less is a unit that slipped, such as speed=100 for TFLOP/s, or memory=81920 for MiB
 _MOST = {"speed": 1e18, "memory": 1e15, "local": 1e15, "peak": 1e18}  # hundreds of times what any device has
 
 

@@ -202,6 +202,8 @@ def test_latencies(text: str, seconds: float) -> None:
         ("[berlin, paris]", "[berlin]", 14, ["links[0].ends", "2 entries are needed, not 1"]),
         ("transport: ethernet", "transport: tcp", 15, ["'tcp'", "ethernet"]),
         ("latency: 50 us", "latency: -50 us", 17, ["'-50 us'", "latency of zero or more"]),
+        ("latency: 50 us", "latency: 50", 17, ["links[0].latency: 50 ", "'50 us'", "'50 s'", "no network"]),
+        ("latency: 50 us", 'latency: "1.0"', 17, ["'1.0' without a unit is 1 seconds"]),
         ("    latency: 50 us\n", "", 14, ["'latency' is missing"]),
         ("links:", "link:", 13, ["'link'", "did you mean 'links'"]),
         ("      - {name: gpu, devices: 8}", "      []", 12, ["clusters[1].hosts", "at least 1 item", "not 0"]),

@@ -321,7 +321,7 @@ def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkey
 
 
 def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_path):
-    """Two layers a rank; with AdamW's states they are 2.3 kB, half of that states, beside activations."""
+    """Two layers a rank; with AdamW's states they are 8.4 MB, half of that states, beside activations."""
 
     def plan(memory: float, **asked: object) -> tuple[int, str, str]:
         settings = {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 4, **asked}
@@ -330,15 +330,16 @@ def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_p
             given = given[-1:]
         head = ["plan", "--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.devices=2"]
         device = f"--device_type=speed=1e12,memory={memory}"
-        return run(capsys, *head, *given, device, f"--model={__name__}.Runs", *options)
+        model = [f"--model={__name__}.Runs", "--model.init_args.hidden_size=512"]
+        return run(capsys, *head, *given, device, *model, *options)
 
     path = tmp_path / "plan.yaml"
     options = ["--format=json", f"--output={path}"]
-    code, out, err = plan(1e6)
+    code, out, err = plan(1e9)
     assert code == 0, err
     roomy = json.loads(out[out.index("{") :])
     assert roomy["memory_note"] is None
-    states = 2 * 4 * 2 * (64 + 8)
+    states = 2 * 4 * 2 * (512**2 + 512)
     scarce = (max(roomy["best"]["memory_bytes"]) - states / 2) / 0.92
     with_states, by_hand = "memory: with an optimizer that keeps two numbers", "memory: by its estimate "
 
@@ -347,11 +348,11 @@ def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_p
         (scarce, {"partition": "uniform"}, with_states),
         (scarce, {}, with_states),
         (scarce, {"partition": "[2,2]"}, by_hand),
-        (1000, {"partition": "[2,2]"}, by_hand),
-        (1000, {"plan": path}, by_hand),
+        (1e6, {"partition": "[2,2]"}, by_hand),
+        (1e6, {"plan": path}, by_hand),
     ):
         code, out, err = plan(memory, **asked)
-        assert code == (1 if memory == 1000 else 0), "with no optimizer at all it would fit"
+        assert code == (1 if memory == 1e6 else 0), "with no optimizer at all it would fit"
         data = json.loads(out[out.index("{") :])
         assert data["memory_note"].startswith(words) and "GiB a device are missing at the least" in data["memory_note"]
         assert data["best"]["partition"] == [2, 2]
@@ -370,10 +371,10 @@ def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_p
         groups=(),
     )
     saved.save(whole)
-    code, out, err = plan(1000, plan=whole)
+    code, out, err = plan(1e6, plan=whole)
     assert code == 1 and json.loads(out[out.index("{") :])["memory_note"].startswith(by_hand), err
 
-    code, _, err = plan(1000)
+    code, _, err = plan(1e6)
     assert code == 2 and "fits none of" in err and "an optimizer that keeps nothing" in err
 
     written = tmp_path / "scarce.yaml"

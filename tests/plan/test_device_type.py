@@ -33,6 +33,7 @@ def test_by_hand() -> None:
         ("speed=2e12,memory=1e9,peak=1e12", ["above peak"]),
         ("speed=100,memory=40e9", ["speed=100", "speed=100e12", "without units"]),
         ("speed=100e12,memory=40", ["memory=40", "bytes"]),
+        ("speed=100e12,memory=81920", ["memory=81920", "81920 bytes", "so little", "memory=40e9"]),
         ("speed=1e9,memory=40e9", ["speed=1e9", "FLOP/s", "so little"]),
         ("speed=1e30,memory=40e9", ["speed=1e30", "FLOP/s", "so much", "speed=100e12"]),
         ("speed=100e12,memory=40e18", ["memory=40e18", "bytes", "so much"]),
