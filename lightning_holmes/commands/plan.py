@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,13 +21,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_holmes.checking.first_step import attached
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.commands.plan_devices import KINDS, THIS_MACHINE, devices_per_host, find_devices, precision_of
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import probe_device
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.device_type import DeviceType, Precision, find_device_type
+from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.pipeline_plan import PipelinePlan
@@ -47,13 +47,11 @@ from lightning_holmes.plan.training import Training, TrainingOptions, make_train
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s, time_update
-from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 from lightning_holmes.strategy.samples import step_arguments
 
 _PROBE_S = 0.03
-_MIXED = ("bf16-mixed", "16-mixed", "bf16", "16")  # as Trainer(precision=...) takes them
-_HALF = (*_MIXED, "bf16-true", "16-true")
-_DOUBLE = ("64-true", "64")
+# of weights that are not in fp32; of 16-true as many bytes
+_WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 _HALF_BYTES = 2.0
 _UPDATE_MOVES = (
     7.0  # bytes for each of a parameter: AdamW reads weight, gradient and two states, and writes all but the gradient
@@ -93,6 +91,8 @@ def run_plan(
     """Profile, search, print and write. The arguments are make_cost_model's."""
     given = strategy_settings(strategy)
     asked = _strategy(request, given)
+    if request.output is not None:
+        _refuse_bare_stages(request.output, asked.plan_options)
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
@@ -129,13 +129,12 @@ def make_cost_model(
         given: the strategy's arguments (strategy_settings).
         build_model: makes the module; called where parameters take no memory, unless they are to be measured.
         load_batch: gives a training batch of one replica; None if there is no data.
-        trainer: the other trainer settings; num_nodes, devices and precision are read.
+        trainer: the other trainer settings; num_nodes, devices, precision and plugins are read.
     """
     asked = _strategy(request, given)
     topology = _topology(request, given, trainer)
-    precision = str(trainer.get("precision") or "32-true")
-    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16}.get(precision, torch.float32)
-    dtype = torch.float64 if precision in _DOUBLE else dtype
+    precision = precision_of(trainer)
+    dtype = _WEIGHTS.get(precision, torch.float32)
     with _default_dtype(dtype):  # as Lightning's precision plugin does
         model = configured(build_model()) if request.profile == "measure" else _build(build_model)
 
@@ -164,9 +163,8 @@ def make_cost_model(
                     f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
                 ) from error
             cost, samples = profiled(configured(build_model()))
-    devices = _devices(request, topology, cost)
-    half = cost.parameter_itemsize <= _HALF_BYTES
-    kind: Precision = "half" if half or precision in _HALF else "fp64" if precision in _DOUBLE else "fp32"
+    devices = find_devices(request.device_type, topology, cost.unit)
+    kind = "half" if cost.parameter_itemsize <= _HALF_BYTES else KINDS[precision]
     devices = tuple(device.at(kind) for device in devices)
     by_host = iter(devices)
     local = [min(next(by_host).local_bytes_per_s for _ in cluster.hosts) for cluster in topology.clusters]
@@ -292,7 +290,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _context(precision: str) -> Callable[[], AbstractContextManager[Any]] | None:
-    if precision in _MIXED:
+    if precision in ("bf16-mixed", "16-mixed"):
         return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes, whichever of the two it is
     return None
 
@@ -304,94 +302,8 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
     if found != "auto":
         return Topology.from_yaml(found)
     return Topology.single_cluster(
-        num_hosts=int(trainer.get("num_nodes") or 1), devices_per_host=_devices_per_host(request, trainer)
+        num_hosts=int(trainer.get("num_nodes") or 1), devices_per_host=devices_per_host(request.device_type, trainer)
     )
-
-
-def _devices_per_host(request: PlanRequest, trainer: Mapping[str, Any]) -> int:
-    """trainer.devices as Lightning counts it, where no topology says how many devices a host has.
-
-    Raises:
-        ConfigurationError: it means all devices of a host, of a type that this machine has none of; or is no such setting.
-    """
-    devices = trainer.get("devices")
-    text = str(devices).strip()
-    if isinstance(devices, list | tuple):
-        count = len(devices)
-    elif "," in text:  # "0,1" are two devices, "0," is one
-        count = len([entry for entry in text.split(",") if entry.strip()])
-    elif text in ("None", "auto", "-1"):
-        count = torch.cuda.device_count()
-        if trainer.get("accelerator") == "cpu" or (count == 0 and request.device_type is None):
-            count = 1  # what Lightning takes on CPUs, and on this machine
-        if count == 0:
-            raise ConfigurationError(
-                f"trainer.devices={devices!r} means all devices of a host, and this machine has no {request.device_type}; give "
-                "their number, --trainer.devices=8, or a topology, --topology FILE"
-            )
-    else:
-        count = int(text) if text.isdigit() else 0
-    if count < 1:
-        raise ConfigurationError(
-            f'trainer.devices={devices!r}: write a number of at least 1, a list of devices, "0,1", or "auto" or -1 for all'
-        )
-    return count
-
-
-def _devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
-    """A device type for each host: the file's, or its cluster's."""
-    own = [host.device_type for host in topology.hosts]
-    if None not in own and request.device_type is None and cost.unit == "flops":
-        return tuple(find_device_type(name) for name in own if name is not None)
-    by_cluster = _cluster_devices(request, topology, cost)
-    if cost.unit == "seconds":
-        return tuple(by_cluster[index] for index, cluster in enumerate(topology.clusters) for _ in cluster.hosts)
-    return tuple(
-        by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
-        for index, cluster in enumerate(topology.clusters)
-        for host in cluster.hosts
-    )
-
-
-def _cluster_devices(request: PlanRequest, topology: Topology, cost: ModelCost) -> tuple[DeviceType, ...]:
-    """A device type for each cluster."""
-    if request.device_type is None:
-        if cost.unit == "flops":
-            raise ConfigurationError(
-                "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
-                '"speed=100e12,memory=40e9"; for this machine\'s own speed, --profile measure'
-            )
-        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
-        here = DeviceType(
-            name="this machine's process",
-            peak_flops_per_s=1.0,  # not used: work is in seconds
-            memory_bytes=float(psutil.virtual_memory().total) / most,
-            local_bytes_per_s=LOCAL_BYTES_PER_S["cpu"],
-            local_latency_s=LOCAL_LATENCY_S["cpu"],
-            efficiency=1.0,
-        )
-        return (here,) * len(topology.clusters)
-    names = [cluster.name for cluster in topology.clusters]
-    if ";" not in request.device_type and ":" not in request.device_type:
-        return (find_device_type(request.device_type),) * len(names)
-    chosen: dict[str, DeviceType] = {}
-    for part in request.device_type.split(";"):
-        name, _, text = part.partition(":")
-        if name.strip() not in names:
-            raise ConfigurationError(
-                f"device_type={request.device_type!r}: {name.strip()!r} is no cluster of {topology.described}; it has "
-                f"{', '.join(names)}. Write cluster:type;cluster:type"
-            )
-        chosen[name.strip()] = find_device_type(text)
-    missing = [name for name in names if name not in chosen]
-    if missing:
-        raise ConfigurationError(f"device_type={request.device_type!r} names no type for the cluster {missing[0]!r}")
-    if cost.unit == "seconds" and len({entry.flops_per_s for entry in chosen.values()}) > 1:
-        raise ConfigurationError(
-            f"device_type={request.device_type!r} names devices of unlike speed, but --profile measure has the speed of this "
-            "machine alone; leave --profile out, which counts FLOPs and divides them by each type's speed, or name one type"
-        )
-    return tuple(chosen[name] for name in names)
 
 
 def _training(
@@ -407,7 +319,7 @@ def _training(
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
     byte_s = own_s = 0.0
     update_s_per_byte = _UPDATE_MOVES * max(device.moved_byte_s for device in devices)
-    here = request.device_type is None and cost.unit == "seconds"
+    here = devices[0].name == THIS_MACHINE
     if here:
         device = next(model.parameters()).device
         update_s_per_byte = time_update(device)
@@ -502,6 +414,16 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
         ),
         made_for=MadeFor(module=model.name, num_parameters=model.num_parameters, clusters=cluster_facts(topology)),
     )
+
+
+def _refuse_bare_stages(output: str, asked: PlanOptions) -> None:
+    """Refuse to write a plan that no run can have. Raises ConfigurationError."""
+    counts = () if isinstance(asked.partition, str) else tuple(asked.partition)
+    if 0 in counts:
+        raise ConfigurationError(
+            f"partition={list(counts)}, --output={output!r}: stage {counts.index(0)} has no layer, which is predicted, but no run can have: "
+            "leave --output out, or give every stage at least 1 layer"
+        )
 
 
 def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:

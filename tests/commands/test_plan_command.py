@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, TorchCheckpointIO
 from torch import nn
 
 from lightning_holmes.cli import main
 from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
+from lightning_holmes.commands.plan_devices import precision_of
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
@@ -423,6 +425,106 @@ def test_precision_and_each_hosts_devices_count(capsys, tmp_path):
         path.write_text(f"clusters: [{{name: c, hosts: [{hosts}]}}]")
         taken.append(step_s(f"--topology={path}", "--trainer.strategy.init_args.topology=auto"))
     assert taken[0] < taken[1], "types come from the file"
+
+
+def topology_of(path: Path, *kinds: str) -> str:
+    """An option that names a file with a cluster of a host of each type."""
+    host = "{name: h%d, devices: 2, device_type: %s, nics: [{name: e, kind: ethernet, bandwidth: 10 Gbit/s}]}"
+    hosts = ", ".join(host % entry for entry in enumerate(kinds))
+    path.write_text(f"clusters: [{{name: c, hosts: [{hosts}]}}]")
+    return f"--topology={path}"
+
+
+def test_layers_that_are_timed_here_are_those_of_one_type(capsys, tmp_path):
+    command = [
+        *[entry for entry in SMALL if "device_type" not in entry],
+        f"--model={__name__}.Runs",
+        "--profile=measure",
+    ]
+    unlike = topology_of(tmp_path / "unlike.yaml", "A100-80GB", "T4")
+    code, _, err = run(capsys, *command, unlike)
+    assert code == 2 and "unlike speed (A100-80GB and T4)" in err and "leave --profile out" in err
+    alike = topology_of(tmp_path / "alike.yaml", "A100-80GB", "A100-40GB")
+    code, out, err = run(
+        capsys,
+        *command,
+        alike,
+        "--trainer.strategy=lightning_holmes.HolmesStrategy",
+        "--trainer.strategy.init_args.pipeline_parallel_size=2",
+    )
+    assert code == 0, err
+    data = json.loads(out[out.index("{") :])
+    assert data["clusters"][0]["device_type"] == "A100-80GB and A100-40GB", "and no process of this machine"
+    assert [limit / 2**30 for limit in data["best"]["memory_limit_bytes"]] == pytest.approx([0.92 * 80, 0.92 * 40])
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", alike)
+    assert code == 2 and "device_type='T4'" in err and "leave one of the two out" in err, (
+        "which the file would overrule"
+    )
+
+
+def test_a_plan_that_no_run_can_have_is_shown_and_not_written(capsys, tmp_path):
+    """A run's own refusal of the same: tests/strategy/bad_input_cases.py."""
+    path = tmp_path / "plan.yaml"
+    given = ["--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.strategy.init_args.partition=[0,4]"]
+    given.append("--trainer.strategy.init_args.pipeline_parallel_size=2")
+    command = ["plan", *given, "--trainer.devices=2", "--device_type=T4", f"--model={__name__}.Runs"]
+    code, out, err = run(capsys, *command, "--format=json")
+    assert code == 0 and json.loads(out[out.index("{") :])["best"]["partition"] == [0, 4], err
+    code, _, err = run(capsys, *command, f"--output={path}")
+    assert code == 2 and "stage 0 has no layer" in err and "no run can have" in err and not path.exists()
+
+
+HALF, MIXED = "lightning.pytorch.plugins.HalfPrecision", "lightning.pytorch.plugins.MixedPrecision"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name"),
+    [
+        ({}, "32-true"),
+        ({"precision": 16}, "16-mixed"),
+        ({"precision": "bf16"}, "bf16-mixed"),
+        ({"precision": 64}, "64-true"),
+        ({"precision": "bf16-true", "plugins": []}, "bf16-true"),
+        ({"plugins": HalfPrecision("bf16-true")}, "bf16-true"),
+        ({"plugins": [TorchCheckpointIO(), MixedPrecision("bf16-mixed", "cpu")]}, "bf16-mixed"),
+        ({"plugins": [{"class_path": HALF, "init_args": {"precision": "bf16-true"}}]}, "bf16-true"),
+        ({"plugins": {"class_path": HALF}}, "16-true"),
+        ({"plugins": {"class_path": MIXED, "init_args": {"precision": "16-mixed", "device": "cuda"}}}, "16-mixed"),
+        ({"plugins": {"class_path": "lightning.pytorch.plugins.DoublePrecision"}}, "64-true"),
+    ],
+)
+def test_precision_is_read_as_a_trainer_reads_it(trainer, name):
+    assert precision_of(trainer) == name
+
+
+class Custom(HalfPrecision):
+    """A precision of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"precision": "transformer-engine"}, "trainer.precision='transformer-engine'.*--trainer.precision=bf16-true"),
+        ({"plugins": [Custom()]}, "trainer.plugins=Custom.*--trainer.plugins=null"),
+        ({"plugins": {"class_path": "lightning.pytorch.plugins.BitsandbytesPrecision"}}, "Bitsandbytes"),
+        ({"precision": 32, "plugins": [HalfPrecision()]}, "both say the precision"),
+    ],
+)
+def test_a_precision_that_is_not_known_is_refused(trainer, words):
+    with pytest.raises(ConfigurationError, match=words):
+        precision_of(trainer)
+
+
+def test_a_plugins_precision_is_predicted_as_the_trainers(capsys, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"trainer: {{plugins: [{{class_path: {HALF}, init_args: {{precision: bf16-true}}}}]}}")
+    found = []
+    for given in ([], ["--trainer.precision=bf16-true"], ["--config", str(path)]):
+        code, out, err = run(capsys, "plan", *given, *SMALL[1:], f"--model={__name__}.Runs")
+        assert code == 0, err
+        data = json.loads(out[out.index("{") :])
+        found.append((data["model"]["parameter_itemsize"], data["best"]["step_s"]))
+    assert found[0] != found[1] == found[2] and found[1][0] == 2
 
 
 def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):

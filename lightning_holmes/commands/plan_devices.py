@@ -1,0 +1,180 @@
+"""What a run that is planned computes on: the devices of its hosts, and the precision of its products.
+
+    precision_of({"precision": "bf16"})                        # "bf16-mixed"
+    find_devices("east:A100-80GB;west:T4", topology, "flops")  # a DeviceType for each host
+
+They come from the command line, the topology file and the trainer's settings. How fast the types are is plan/device_type.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.device_type import DeviceType, find_device_type
+from lightning_holmes.plan.device_type import Precision as Kind
+from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
+
+THIS_MACHINE = "this machine's process"
+"""The name of the device type that --profile measure has measured, where no other is named."""
+
+KINDS: dict[str, Kind] = {
+    "32-true": "fp32",
+    "64-true": "fp64",
+    "16-true": "half",
+    "bf16-true": "half",
+    "16-mixed": "half",
+    "bf16-mixed": "half",
+}
+"""Of matrix products, by Lightning's name of a precision."""
+
+_SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+_PLUGINS = (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
+
+
+def precision_of(trainer: Mapping[str, Any]) -> str:
+    """Lightning's name of the precision that these trainer settings ask for, by ``precision`` or by ``plugins``; one of KINDS.
+
+    Raises:
+        ConfigurationError: it is one whose products and bytes are not known here, or is asked for twice.
+    """
+    given = trainer.get("precision")
+    name = "32-true" if given is None else _SHORT.get(str(given), str(given))
+    where = f"trainer.precision={given!r}"
+    plugins = trainer.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
+        found = _plugin_precision(plugin)
+        if found is None:
+            continue
+        if given is not None:
+            raise ConfigurationError(
+                f"{where} and trainer.plugins={found[0]} both say the precision, which no Trainer takes; leave one out"
+            )
+        where, name = f"trainer.plugins={found[0]}", found[1]
+    if name not in KINDS:
+        raise ConfigurationError(
+            f"{where}: how fast and how large a step is in it is not known, as its products run in other types than its tensors'; plan with "
+            "--trainer.plugins=null --trainer.precision=bf16-true, say, and with the speed that layers reach, "
+            '--device_type "speed=900e12,memory=80e9"'
+        )
+    return name
+
+
+def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
+    """The class of a precision plugin, made or told by class_path and init_args, and its precision; None for other plugins."""
+    made, arguments = plugin, {}
+    if hasattr(plugin, "get") and plugin.get("class_path"):
+        module, _, name = str(plugin["class_path"]).rpartition(".")
+        made, arguments = getattr(import_module(module), name), dict(plugin.get("init_args") or {})
+    kind = made if isinstance(made, type) else type(made)
+    if not issubclass(kind, Precision):
+        return None
+    if kind not in _PLUGINS:
+        return kind.__name__, "of its own"
+    return kind.__name__, str(arguments.get("precision") or made.precision)
+
+
+def find_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
+    """A device type for each host: the file's, or its cluster's.
+
+    Args:
+        device_type: as --device_type gives it.
+        unit: of the model's costs: "flops", or "seconds" on this machine.
+
+    Raises:
+        ConfigurationError: types that are missing, named twice or not known, or of unlike speed where seconds are those of one.
+    """
+    own = [host.device_type for host in topology.hosts]
+    if None not in own:
+        if device_type is not None:
+            raise ConfigurationError(
+                f"device_type={device_type!r}: {topology.described} names the device_type of every host; leave one of the two out"
+            )
+        found = [find_device_type(name) for name in own if name is not None]
+    else:
+        by_cluster = _cluster_devices(device_type, topology, unit)
+        found = [
+            by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
+            for index, cluster in enumerate(topology.clusters)
+            for host in cluster.hosts
+        ]
+    if unit == "seconds" and len({device.flops_per_s for device in found}) > 1:
+        names = " and ".join(dict.fromkeys(device.name for device in found))
+        raise ConfigurationError(
+            f"the hosts have devices of unlike speed ({names}), but --profile measure has the speed of this machine alone; leave --profile "
+            "out, which counts FLOPs and divides them by each type's speed, or name one type"
+        )
+    return tuple(found)
+
+
+def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
+    """A device type for each cluster."""
+    if device_type is None:
+        if unit == "flops":
+            raise ConfigurationError(
+                "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
+                '"speed=100e12,memory=40e9"; for this machine\'s own speed, --profile measure'
+            )
+        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
+        here = DeviceType(
+            name=THIS_MACHINE,
+            peak_flops_per_s=1.0,  # not used: work is in seconds
+            memory_bytes=float(psutil.virtual_memory().total) / most,
+            local_bytes_per_s=LOCAL_BYTES_PER_S["cpu"],
+            local_latency_s=LOCAL_LATENCY_S["cpu"],
+            efficiency=1.0,
+        )
+        return (here,) * len(topology.clusters)
+    names = [cluster.name for cluster in topology.clusters]
+    if ";" not in device_type and ":" not in device_type:
+        return (find_device_type(device_type),) * len(names)
+    chosen: dict[str, DeviceType] = {}
+    for part in device_type.split(";"):
+        name, _, text = part.partition(":")
+        if name.strip() not in names:
+            raise ConfigurationError(
+                f"device_type={device_type!r}: {name.strip()!r} is no cluster of {topology.described}; it has "
+                f"{', '.join(names)}. Write cluster:type;cluster:type"
+            )
+        chosen[name.strip()] = find_device_type(text)
+    missing = [name for name in names if name not in chosen]
+    if missing:
+        raise ConfigurationError(f"device_type={device_type!r} names no type for the cluster {missing[0]!r}")
+    return tuple(chosen[name] for name in names)
+
+
+def devices_per_host(device_type: str | None, trainer: Mapping[str, Any]) -> int:
+    """trainer.devices as Lightning counts it, where no topology says how many devices a host has.
+
+    Raises:
+        ConfigurationError: it means all devices of a host, of a type that this machine has none of; or is no such setting.
+    """
+    devices = trainer.get("devices")
+    text = str(devices).strip()
+    if isinstance(devices, list | tuple):
+        count = len(devices)
+    elif "," in text:  # "0,1" are two devices, "0," is one
+        count = len([entry for entry in text.split(",") if entry.strip()])
+    elif text in ("None", "auto", "-1"):
+        count = torch.cuda.device_count()
+        if trainer.get("accelerator") == "cpu" or (count == 0 and device_type is None):
+            count = 1  # what Lightning takes on CPUs, and on this machine
+        if count == 0:
+            raise ConfigurationError(
+                f"trainer.devices={devices!r} means all devices of a host, and this machine has no {device_type}; give "
+                "their number, --trainer.devices=8, or a topology, --topology FILE"
+            )
+    else:
+        count = int(text) if text.isdigit() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f'trainer.devices={devices!r}: write a number of at least 1, a list of devices, "0,1", or "auto" or -1 for all'
+        )
+    return count
