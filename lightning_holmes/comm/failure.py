@@ -21,6 +21,7 @@ from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.gloo import CONNECT_AGAIN
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.moves import Moves
+from lightning_holmes.comm.sockets import send_again_soon
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
@@ -36,6 +37,8 @@ _LEFT_KEY = "left"
 _WELL_KEY = "well"
 _NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
 _POLL_S = 1.0
+_LOOKS = 5  # between two looks for new connections
+_KEPT_S = 1800.0  # torch's timeout
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
 _GRACE_S = 8.0
@@ -80,6 +83,9 @@ class FailureWatch:
         stuck. None: nobody asks any more."""
         self.cards: CardWatch | None = None
         """Fast cards of this rank; where one stays down the run goes on over others, or ends."""
+        self.peers: frozenset[str] = frozenset()
+        """Addresses of all hosts, connections with which shall go on soon after a link has been cut."""
+        self._timeout_s, self._looks = timeout_s, 0
         self._moves: Moves | None = None
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
@@ -290,6 +296,9 @@ class FailureWatch:
             while not self._stop.wait(_POLL_S) and not self._gone.is_set():
                 if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
+                if self._looks % _LOOKS == 0:  # whoever connects later is found later
+                    send_again_soon(self.peers, kept_s=2 * (self._timeout_s or _KEPT_S))
+                self._looks += 1
                 self._answer()
                 if self._look_at_cards():
                     return

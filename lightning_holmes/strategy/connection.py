@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -71,6 +71,7 @@ class Connection:
         self._has_groups = False
         self._cards: CardWatch | None = None
         self._moves: Moves | None = None
+        self._addresses: frozenset[str] = frozenset()
 
     @property
     def master(self) -> str | None:
@@ -129,20 +130,22 @@ class Connection:
             return refusal
         return None
 
-    def settle(self, cards: dict[str, str], moves: Moves | None) -> None:
+    def settle(self, cards: dict[str, str], moves: Moves | None, addresses: Iterable[str]) -> None:
         """All groups are connected: whatever breaks from now on was reachable.
 
         Args:
             cards: the fast ones that they use, as :class:`CardWatch` takes them.
             moves: brings groups to other cards; None: no rank has such.
+            addresses: of all hosts' cards, as far as they are known.
         """
+        self._addresses = frozenset(addresses)
         self._has_groups, self._cards, self._moves = True, CardWatch(cards) if cards else None, moves
         if self.watch is not None:
             self.watch.on_doubt = None
             self._watch_cards(self.watch)
 
     def _watch_cards(self, watch: FailureWatch) -> None:
-        watch.cards = self._cards
+        watch.cards, watch.peers = self._cards, self._addresses
         if self._moves is not None:
             watch.move_by(self._moves)
 

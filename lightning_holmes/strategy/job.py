@@ -60,7 +60,9 @@ class Job:
         builder = self.layout.groups.builder
         moves = Moves(builder.junction, builder.transports, rank=connection.rank, world_size=connection.world_size)
         has_moves = builder.repeats and any(connection.all_gather(bool(builder.junction.groups)))
-        connection.settle(builder.fast_cards(), moves if has_moves else None)
+        hosts = [host for cluster in topology.clusters for host in cluster.hosts]
+        addresses = [address for host in hosts for nic in host.nics for address in nic.addresses]
+        connection.settle(builder.fast_cards(), moves if has_moves else None, addresses)
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

@@ -6,7 +6,7 @@ import socket
 import pytest
 from launch import launch
 
-from lightning_holmes.comm.sockets import end_connections, listening
+from lightning_holmes.comm.sockets import end_connections, listening, send_again_soon
 
 
 @pytest.mark.timeout(300)
@@ -37,3 +37,22 @@ def test_connections_are_ended_also_where_another_process_holds_them_and_no_othe
     os.close(held)
     for connection in (*listeners, *sum(pairs, ())):
         connection.close()
+
+
+def test_connections_with_other_hosts_send_again_every_five_seconds_and_are_kept_for_as_long_as_before() -> None:
+    """What a cut of a minute then costs: docs/log.md. The numbers are those of linux/tcp.h."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = listener.accept()[0]
+        with theirs:
+            try:
+                usual = ours.getsockopt(socket.IPPROTO_TCP, 44)
+            except OSError:  # Linux before 6.15
+                assert send_again_soon({"127.0.0.1"}, 0.0) == 0
+                return
+            assert send_again_soon({"192.0.2.1"}, 0.0) == 0
+            assert ours.getsockopt(socket.IPPROTO_TCP, 44) == usual > 5000
+            assert send_again_soon({"127.0.0.1"}, 2000.0) >= 2
+            for each in (ours, theirs):
+                assert each.getsockopt(socket.IPPROTO_TCP, 44) == 5000
+                assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2_000_000
+            assert send_again_soon({"127.0.0.1"}, 2000.0) == 0
