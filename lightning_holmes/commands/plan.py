@@ -53,9 +53,6 @@ _PROBE_S = 0.03
 # of weights that are not in fp32; of 16-true as many bytes
 _WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 _HALF_BYTES = 2.0
-_UPDATE_MOVES = (
-    7.0  # bytes for each of a parameter: AdamW reads weight, gradient and two states, and writes all but the gradient
-)
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _DTYPES |= {"long": torch.int64, "int32": torch.int32, "float16": torch.float16, "bool": torch.bool}
 
@@ -318,7 +315,7 @@ def _training(
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
     byte_s = own_s = 0.0
-    update_s_per_byte = _UPDATE_MOVES * max(device.moved_byte_s for device in devices)
+    update_s_per_byte = max(device.update_s_per_byte for device in devices)
     here = devices[0].name == THIS_MACHINE
     if here:
         device = next(model.parameters()).device

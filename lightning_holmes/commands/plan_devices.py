@@ -18,9 +18,9 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.pipeline.device_speed import typical_local
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.device_type import Precision as Kind
-from lightning_holmes.strategy.runtime_plan import LOCAL_BYTES_PER_S, LOCAL_LATENCY_S
 
 THIS_MACHINE = "this machine's process"
 """The name of the device type that --profile measure has measured, where no other is named."""
@@ -127,8 +127,8 @@ def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> 
             name=THIS_MACHINE,
             peak_flops_per_s=1.0,  # not used: work is in seconds
             memory_bytes=float(psutil.virtual_memory().total) / most,
-            local_bytes_per_s=LOCAL_BYTES_PER_S["cpu"],
-            local_latency_s=LOCAL_LATENCY_S["cpu"],
+            local_bytes_per_s=typical_local("cpu")[0],
+            local_latency_s=typical_local("cpu")[1],
             efficiency=1.0,
         )
         return (here,) * len(topology.clusters)

@@ -20,17 +20,26 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.plan.device_type import DeviceType, type_of_device
+
 _CPU_SIZE, _CUDA_SIZE = 256, 2048
+_LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
+_LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _OPERATORS = 50  # between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """flops_per_s: of matrix products; operator_s: to run a tiny operator; memory_bytes: of the device, all of it."""
+    """flops_per_s: of matrix products; operator_s: to run a tiny operator; memory_bytes: of the device, all of it; the others are not
+    measured: local_bytes_per_s and local_latency_s, one way to another process of the host, and update_s_per_byte, of AdamW's step for
+    each byte of parameters (0: not known), are those of the device's type where its name is known, and typical ones elsewhere."""
 
     flops_per_s: float
     operator_s: float
     memory_bytes: float
+    local_bytes_per_s: float
+    local_latency_s: float
+    update_s_per_byte: float = 0.0
 
 
 def product_dtype(
@@ -70,7 +79,25 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
     memory = float(psutil.virtual_memory().total)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
-    return DeviceSpeed(flops_per_s=2.0 * size**3 * products, operator_s=1 / operators, memory_bytes=memory)
+    known = _known_type(device)
+    local, latency = typical_local(device.type)
+    return DeviceSpeed(
+        flops_per_s=2.0 * size**3 * products,
+        operator_s=1 / operators,
+        memory_bytes=memory,
+        local_bytes_per_s=local if known is None else known.local_bytes_per_s,
+        local_latency_s=latency if known is None else known.local_latency_s,
+        update_s_per_byte=0.0 if known is None else known.update_s_per_byte,
+    )
+
+
+def typical_local(device: str) -> tuple[float, float]:
+    """Bytes a second and latency, one way between processes of one host, on "cpu" or "cuda"."""
+    return _LOCAL_BYTES_PER_S.get(device, 1e9), _LOCAL_LATENCY_S.get(device, 100e-6)
+
+
+def _known_type(device: torch.device) -> DeviceType | None:
+    return type_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:

@@ -67,6 +67,11 @@ class DeviceType:
         """Seconds that a byte takes which other operators read or write."""
         return 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
 
+    @property
+    def update_s_per_byte(self) -> float:
+        """Seconds of AdamW's step for each byte of parameters."""
+        return _UPDATE_MOVES * self.moved_byte_s
+
     def at(self, precision: Precision) -> DeviceType:
         """It, where products are of this precision. A type that is given by hand stays: its speed is that of the run's layers."""
         peak = dict(self.other_peaks).get(precision)
@@ -75,6 +80,9 @@ class DeviceType:
         return replace(self, peak_flops_per_s=peak, efficiency=_VECTOR, efficiency_source=f"assumed, {precision}")
 
 
+_UPDATE_MOVES = (
+    7.0  # bytes for each of a parameter: AdamW reads weight, gradient and two states, and writes all but the gradient
+)
 _PRODUCT_S = 2e-6  # of an A100: products of 1 GFLOP reach two thirds of what large ones do (calculon's a100_80g.json)
 _MOVED = 0.9  # of the memory's stated rate, for 100 MB and more (the same file)
 _NVLINK = (
@@ -132,6 +140,21 @@ _TABLE = (
 )
 DEVICE_TYPES: dict[str, DeviceType] = {entry.name: entry for entry in _TABLE}
 
+# Names by which CUDA and ROCm tell devices whose type has another name here. A slice of a device (MIG) has more in its name, and is none.
+_TOLD_AS = {
+    "V100-SXM2-16GB": "V100-16GB",
+    "V100-SXM2-32GB": "V100-32GB",
+    "V100-SXM3-32GB": "V100-32GB",
+    "A100-SXM4-40GB": "A100-40GB",
+    "A100-SXM4-80GB": "A100-80GB",
+    "A100 80GB PCIe": "A100-80GB-PCIe",
+    "H100 80GB HBM3": "H100-80GB",
+    "H100 PCIe": "H100-80GB-PCIe",
+    "GeForce RTX 3090": "RTX-3090",
+    "GeForce RTX 4090": "RTX-4090",
+    "AMD Instinct MI300X": "MI300X",
+}
+
 _KEYS = {"speed": "FLOP/s", "memory": "bytes", "local": "bytes/s to a neighbour in the host", "peak": "FLOP/s, for MFU"}
 
 _LEAST = {
@@ -165,6 +188,13 @@ def find_device_type(text: str) -> DeviceType:
         f"device type {text!r} is not known; {hint}Known are {', '.join(DEVICE_TYPES)}. Any other is given by hand: "
         '"speed=100e12,memory=40e9" (FLOP/s that the layers reach, bytes)'
     )
+
+
+def type_of_device(name: str) -> DeviceType | None:
+    """The type of a device that its driver calls so (``torch.cuda.get_device_name``); None if it is not known."""
+    types = {_plain(told): DEVICE_TYPES[known] for told, known in _TOLD_AS.items()}
+    types |= {_plain(known): entry for known, entry in DEVICE_TYPES.items()}
+    return types.get(_plain(name))
 
 
 def _plain(name: str) -> str:

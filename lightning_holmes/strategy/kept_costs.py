@@ -36,11 +36,14 @@ from lightning_holmes.strategy.plan_request import PlanRequest
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A profile, the work a second of each rank by which its unit is sharded, and how both came about."""
+    """A profile, and how it came about; of each rank the work a second by which its unit is sharded, its device's memory, and the bytes a
+    second to others of its host."""
 
     model: ModelCost
     speeds: tuple[float, ...]
     memory: tuple[float, ...]
+    local_bytes_per_s: tuple[float, ...]
+    local_latency_s: float
     described: str
     update_s_per_byte: float = 0.0
     byte_s: float = 0.0
@@ -96,6 +99,8 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
             model=model,
             speeds=_by_rank(data["speeds"], topology, "speeds"),
             memory=_by_rank(data["memory"], topology, "memory"),
+            local_bytes_per_s=_by_rank(data["local_bytes_per_s"], topology, "local_bytes_per_s"),
+            local_latency_s=check_number(data["local_latency_s"], "local_latency_s"),
             described=f'{described}; profile="measure" or "flops" measures anew',
             update_s_per_byte=check_number(data["update_s_per_byte"], "update_s_per_byte"),
             byte_s=check_number(data["byte_s"], "byte_s"),
@@ -107,7 +112,7 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
 def save_costs(key: str, costs: Costs, topology: Topology) -> None:
     """Keep costs for the next start; a warning where that cannot be done."""
     data = asdict(costs) | {"measured_at_s": time.time()}
-    for name in ("speeds", "memory"):
+    for name in ("speeds", "memory", "local_bytes_per_s"):
         data[name] = {
             host.name: [data[name][rank] for rank in topology.ranks_of_host(host.name)] for host in topology.hosts
         }

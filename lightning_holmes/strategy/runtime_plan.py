@@ -34,8 +34,6 @@ from lightning_holmes.strategy.kept_costs import Costs
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
 from lightning_holmes.strategy.profiling import find_costs
 
-LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
-LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _UNKNOWN_BYTES_PER_S = 1.25e9
 
 
@@ -259,13 +257,20 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         data=placement.data_parallel_size,
         grid=device_grid(placement.grid, topology),
     )
-    local, latency = LOCAL_BYTES_PER_S.get(device, 1e9), LOCAL_LATENCY_S.get(device, 100e-6)
     sockets = request.layout.is_gloo
     note = ""
-    if request.layout.num_hosts == 1:
+    one_host = request.layout.num_hosts == 1
+    if one_host:
         topology = Topology.single_cluster(1, request.world_size)  # whatever clusters a file deals the ranks to
-        network = Network(topology, local_bytes_per_s=local, local_latency_s=latency)
         layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
+    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
+    local = [
+        min(costs.local_bytes_per_s[rank] for host in cluster.hosts for rank in ranks[host.name])
+        for cluster in topology.clusters
+    ]
+    latency = costs.local_latency_s
+    if one_host:
+        network = Network(topology, local_bytes_per_s=local, local_latency_s=latency)
     else:
         network = Network(
             topology,
@@ -274,7 +279,6 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             efficiency=SOCKETS if sockets else REACHED,
             sockets=sockets,
         )
-    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
 
     def device_memory(host: Host) -> float:
         """Bytes of a host's smallest device; on CPUs its ranks share what each has found."""
@@ -285,10 +289,10 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
             name=f"devices of {cluster.name}",
             peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
             memory_bytes=min(map(device_memory, cluster.hosts)),
-            local_bytes_per_s=local,
+            local_bytes_per_s=rate,
             efficiency=1.0,
         )
-        for cluster in topology.clusters
+        for cluster, rate in zip(topology.clusters, local, strict=True)
     )
     training = make_training(
         request.training,

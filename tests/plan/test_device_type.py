@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.device_type import DEVICE_TYPES, find_device_type
+from lightning_holmes.plan.device_type import DEVICE_TYPES, find_device_type, type_of_device
 
 
 def test_names_are_read_loosely() -> None:
@@ -11,6 +11,28 @@ def test_names_are_read_loosely() -> None:
     assert find_device_type("nvidia a100 80gb") is DEVICE_TYPES["A100-80GB"]
     assert find_device_type("NVIDIA H100-80GB").memory_bytes == 80 * 2**30
     assert all(entry.source != "given by hand" for entry in DEVICE_TYPES.values())
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA A10G", None),
+        ("Tesla V100-PCIE-32GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ],
+)
+def test_devices_are_known_by_the_names_that_drivers_give_them(told: str, name: str | None) -> None:
+    found = type_of_device(told)
+    assert (None if found is None else found.name) == name
 
 
 def test_by_hand() -> None:

@@ -16,6 +16,8 @@ COSTS = Costs(
     model=ModelCost(unit="seconds", microbatch_samples=1, before=LAYER, layers=(LAYER, LAYER), after=LAYER),
     speeds=(1.0, 0.9, 0.5, 0.4),
     memory=(10.0, 9.0, 5.0, 4.0),
+    local_bytes_per_s=(8.0, 8.0, 2.0, 2.0),
+    local_latency_s=1e-5,
     described="timed",
 )
 HOSTS = """
@@ -43,6 +45,7 @@ def test_each_host_finds_its_own_whatever_its_ranks(tmp_path: Path, monkeypatch:
     found = load_costs("key", later)
     assert found is not None
     assert found.speeds == (0.5, 0.4, 1.0, 0.9) and found.memory == (5.0, 4.0, 10.0, 9.0)
+    assert found.local_bytes_per_s == (2.0, 2.0, 8.0, 8.0)
 
 
 def test_other_hosts_in_a_file_are_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from launch import launch
 from runtime_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, differences, numbers, samples
 
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
+from lightning_holmes.pipeline import device_speed
+from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.strategy import runtime_plan
+from lightning_holmes.strategy.kept_costs import Costs
 from lightning_holmes.strategy.profiling import _timed_sizes, alike_layers, alike_speeds
 
 
@@ -190,6 +198,49 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
         for measured in ("update_s_per_byte", "byte_s", "own_s"):
             assert commands.pop(measured) > 0 and lives.pop(measured) > 0
         assert commands == lives, case
+
+
+def test_a_run_takes_what_it_does_not_measure_from_the_types_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = ("A100-80GB", "T4")
+    speeds = []
+    for name in types:
+        monkeypatch.setattr(device_speed, "_known_type", lambda device, name=name: find_device_type(name))
+        speeds += 2 * [device_speed.probe_device(torch.device("cpu"), seconds=0.001, dtype=torch.float32)]
+    known = [find_device_type(name) for name in types]
+    assert [(s.local_bytes_per_s, s.local_latency_s, s.update_s_per_byte) for s in speeds[::2]] == [
+        (t.local_bytes_per_s, t.local_latency_s, t.update_s_per_byte) for t in known
+    ]
+    clusters = "".join(
+        f"- {{name: {n}, hosts: [{{name: {n}, devices: 2, nics: [{{name: e, kind: ethernet, bandwidth: 1 Gbit/s}}]}}]}}\n"
+        for n in "ab"
+    )
+    topology = Topology.from_yaml_text("clusters:\n" + clusters)
+    request = SimpleNamespace(
+        layout=SimpleNamespace(
+            topology=topology,
+            placement=make_placement(topology, world_size=4, pipeline_parallel_size=2),
+            num_hosts=2,
+            is_gloo=False,
+        ),
+        device=torch.device("cuda"),
+        module=torch.nn.Linear(2, 2),
+        training=TrainingOptions(),
+        traced=SimpleNamespace(batch_size=8),
+        world_size=4,
+    )
+    costs = Costs(
+        model=ModelCost(unit="flops", microbatch_samples=1, layers=(LayerCost(forward=1.0, backward=2.0),) * 2),
+        speeds=(1.0,) * 4,
+        memory=(1e9,) * 4,
+        local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
+        local_latency_s=max(s.local_latency_s for s in speeds),
+        described="",
+        update_s_per_byte=max(s.update_s_per_byte for s in speeds),
+    )
+    made, *_ = runtime_plan._cost_model(request, costs, ())  # type: ignore[arg-type]
+    local = [made.network.local_of([host]) for host in (0, 1)]
+    assert [channel.bytes_per_s for channel in local] == [t.local_bytes_per_s for t in known]
+    assert made.training.update_s_per_byte == known[1].update_s_per_byte, "of the slower one"
 
 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
