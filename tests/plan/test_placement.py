@@ -1,6 +1,5 @@
 """Placements: the pipeline across clusters, the gradients inside them."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
+from counting import count_calls
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -240,11 +240,12 @@ def test_no_layout_has_more_stages_of_one_fabric(layout: tuple[list[tuple[int, s
     ],
 )
 @pytest.mark.parametrize("pipeline", [2, 1250])
-def test_ten_thousand_ranks_take_less_than_a_second(hosts: list[tuple[int, Sequence[str]]], pipeline: int) -> None:
+def test_ten_thousand_ranks_take_no_more_each_than_few_do(
+    hosts: list[tuple[int, Sequence[str]]], pipeline: int
+) -> None:
     topology = on_fabrics(hosts)
-    start = time.process_time()
-    placement = make_placement(topology, world_size=10_000, pipeline_parallel_size=pipeline)
-    assert time.process_time() - start < 1
+    placement, calls = count_calls(lambda: make_placement(topology, world_size=10_000, pipeline_parallel_size=pipeline))
+    assert calls < 120 * 10_000
     assert placement.world_size == 10_000
 
 
@@ -301,11 +302,12 @@ def fabric_of(place: tuple[Cluster, Host]) -> tuple[str, str]:
 def test_any_topology(layout: tuple[Topology, int, int]) -> None:
     topology, pipeline, tensor = layout
     world_size = topology.num_devices
-    start = time.process_time()
-    placement = make_placement(
-        topology, world_size=world_size, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
+    placement, calls = count_calls(
+        lambda: make_placement(
+            topology, world_size=world_size, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
+        )
     )
-    assert time.process_time() - start < 1
+    assert calls < 120 * world_size + 1000
     data = placement.data_parallel_size
     assert (placement.pipeline_parallel_size, pipeline * data * tensor) == (pipeline, world_size)
     everyone = list(range(world_size))

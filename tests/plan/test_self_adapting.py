@@ -1,11 +1,12 @@
 """The rules that deal layers to unlike stages: the paper's, and the exact one against trying everything."""
 
+import functools
 import itertools
 import math
 import random
-import time
 
 import pytest
+from counting import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,7 @@ def test_the_head_counts_and_speeds_count() -> None:
     assert solve(Balance(seconds=((1.0,) * 12, (2.0,) * 12))).layer_counts == (8, 4)
 
 
-def test_200_layers_on_64_stages_are_quick() -> None:
+def test_200_layers_on_64_stages_take_a_call_or_two_for_each_pair() -> None:
     draw = random.Random(3)
     row = tuple(draw.uniform(0.5, 2.0) for _ in range(200))
     slow = tuple(1.3 * value for value in row)
@@ -144,13 +145,9 @@ def test_200_layers_on_64_stages_are_quick() -> None:
     )
     chunks = Balance(seconds=((1.0,) * 200,) * 16, num_chunks=4, after_seconds=2.5)
     for problem in (balance, chunks):
-        seconds = []
-        for _ in range(3):
-            start = time.process_time()
-            answer = solve(problem)
-            seconds.append(time.process_time() - start)
+        answer, calls = count_calls(functools.partial(solve, problem))
         assert answer.proven
-        assert min(seconds) < 0.2, seconds
+        assert calls < 2 * 200 * 64
 
 
 def test_many_chunks_of_unlike_layers_say_whether_they_are_proven() -> None:

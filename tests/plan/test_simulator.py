@@ -1,10 +1,10 @@
-"""Simulated steps: solved by hand, against the closed forms, and large ones in time."""
+"""Simulated steps: solved by hand, against the closed forms, and large ones by what an action takes."""
 
 import dataclasses
 import math
-import time
 
 import pytest
+from counting import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -262,8 +262,8 @@ def test_bad_numbers_are_refused(bad: float) -> None:
         Route(bad, ())
 
 
-@pytest.mark.parametrize(("ranks", "name", "chunks"), [(1024, "1f1b", 1), (64, "interleaved_1f1b", 4)])
-def test_large_pipelines_are_quick(ranks: int, name: str, chunks: int) -> None:
+@pytest.mark.parametrize(("ranks", "name", "chunks"), [(512, "1f1b", 1), (64, "interleaved_1f1b", 4)])
+def test_large_pipelines_take_no_more_for_an_action_than_small_ones(ranks: int, name: str, chunks: int) -> None:
     route = {(r, (r + step) % ranks): Route(1e-3, ((f"{r}:{step}", 1e-3),)) for r in range(ranks) for step in (-1, 1)}
     route = {(source, target % ranks): way for (source, target), way in route.items()}
     costs = StepCosts(
@@ -273,11 +273,9 @@ def test_large_pipelines_are_quick(ranks: int, name: str, chunks: int) -> None:
         routes=route,
     )
     schedule = make_schedule(name, pipeline_parallel_size=ranks, num_microbatches=64, num_chunks=chunks)
-    start = time.process_time()
-    timeline = simulate(schedule, costs)
-    taken = time.process_time() - start
+    timeline, calls = count_calls(lambda: simulate(schedule, costs))
     assert timeline.step_s > (64 * chunks + ranks - 1) * 3
-    assert taken < 5.0, taken
+    assert calls < 40 * sum(map(len, schedule.actions))
 
 
 def test_a_rank_that_waits_for_its_sends_by_hand() -> None:
