@@ -138,6 +138,19 @@ def test_stages_without_a_layer_by_hand() -> None:
     assert found.held_bytes[2] == 0.0
 
 
+def test_mfu_counts_no_forward_that_is_run_again() -> None:
+    """Whether the plan recomputes layers, the module does so itself, or both: once, and in the hardware's FLOPs alone."""
+    own = dataclasses.replace(LAYER, backward=LAYER.forward + LAYER.backward, recomputed=LAYER.forward)
+    checkpointed = dataclasses.replace(MODEL, layers=(own,) * 4)
+    layout, partition = Layout(pipeline=2, data=4), Partition((2, 2))
+    computed, again, peak = 8 * (4 * 3e12 + 3e12), 8 * 4 * 1e12, 8 * 1e12  # eight samples, layers and head; devices
+    for model, recomputation in ((MODEL, False), (MODEL, True), (checkpointed, False), (checkpointed, True)):
+        found = predict(cost_model(model=model), shape(layout, recomputation=recomputation), partition)
+        runs_again = again if recomputation or model is checkpointed else 0.0
+        assert found.mfu == pytest.approx(computed / found.step_s / peak)
+        assert found.flops_per_s_per_device == pytest.approx((computed + runs_again) / found.step_s / 8)
+
+
 def many_hosts(hosts: int, link: str | None) -> str:
     """Two clusters of so many hosts of one device, and what is known of the link between them."""
     nics = "nics: [{name: ib, kind: infiniband, bandwidth: 25e9}, {name: eth, kind: ethernet, bandwidth: 1.25e9}]"
