@@ -72,7 +72,10 @@ def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
     made, arguments = plugin, {}
     if hasattr(plugin, "get") and plugin.get("class_path"):
         module, _, name = str(plugin["class_path"]).rpartition(".")
-        made, arguments = getattr(import_module(module), name), dict(plugin.get("init_args") or {})
+        made, arguments = (
+            getattr(import_module(module or "lightning.pytorch.plugins"), name),
+            dict(plugin.get("init_args") or {}),
+        )
     kind = made if isinstance(made, type) else type(made)
     if not issubclass(kind, Precision):
         return None

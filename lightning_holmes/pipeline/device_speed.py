@@ -46,7 +46,7 @@ def product_dtype(
     module: nn.Module, context: Callable[[], AbstractContextManager[None]], device: torch.device
 ) -> torch.dtype | None:
     """The type in which ``module``'s matrix products run in a step: that of its parameters (of most elements, and of matrices where there are
-    any), or what autocast makes of it. None: they have none that torch multiplies, such as 8 bits.
+    any), or what autocast makes of it. What a step casts by itself is not known. None: it is no floating point of 16 bits or more.
 
     Args:
         context: gives the context manager of a step (precision).

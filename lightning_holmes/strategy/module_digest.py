@@ -10,15 +10,15 @@ object by its class alone. What a module reads elsewhere (globals of other files
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
 import inspect
 import json
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -31,22 +31,22 @@ from torch import Tensor, nn
 from lightning_holmes.strategy.agreement import module_facts
 
 _VERSIONED = ("builtins", "torch", "lightning")  # packages of which the version is told elsewhere
-_LONG = 10_000  # elements of a list: of longer ones so many count, and how many there are
-_DEEP = 8  # of objects in objects
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_LONG = 1000  # elements of a list: of longer ones so many count, and how many there are
+_PLAIN = (numbers.Number, enum.Enum, bytes, np.dtype, torch.dtype, torch.device, torch.layout, PurePath)
 
 
 def digest_module(module: LightningModule) -> str | None:
-    """A digest; None where the source of a class cannot be found, as at a prompt."""
-    classes: set[type] = set()
-    functions: set[FunctionType] = set()
-    attributes = {
-        name: {key: _described(value, classes, functions) for key, value in sorted(_own_attributes(submodule).items())}
-        for name, submodule in module.named_modules()
-    }
-    classes.update(type(submodule) for submodule in module.modules())
+    """A digest; None where the source of a class cannot be found, as at a prompt, or an attribute cannot be read."""
+    reader = _Reader()
     try:
-        sources = sorted({*map(_source, _with_bases(classes)), *map(_source, functions)})
-    except (OSError, TypeError):
+        attributes = {
+            name: [[key, reader.read(value)] for key, value in sorted(_own_attributes(submodule).items())]
+            for name, submodule in module.named_modules()
+        }
+        classes = reader.classes.union(type(submodule) for submodule in module.modules())
+        sources = sorted({*map(_source, _with_bases(classes)), *map(_source, reader.functions)})
+    except Exception:  # whatever a user's object does not like, the run goes on: its costs are not kept
         return None
     facts = [module_facts(module), attributes, sources]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -54,7 +54,7 @@ def digest_module(module: LightningModule) -> str | None:
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes beside those that torch and Lightning give to every module."""
-    kinds = [cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule" and "lightning" in _package(cls)]
+    kinds = [cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule" and _package(cls) in _LIGHTNING]
     common = vars((kinds or [nn.Module])[0]())
     return {name: value for name, value in vars(module).items() if name == "training" or name not in common}
 
@@ -79,47 +79,64 @@ class _NoValue(Exception):
     """An object that counts by its class alone."""
 
 
-def _described(
-    value: Any, classes: set[type], functions: set[FunctionType], *, depth: int = 0, strict: bool = False
-) -> Any:
-    """``value`` as JSON can hold it, the same in every process. ``strict``: raises _NoValue where part of it counts by its class alone."""
-    again = partial(_described, classes=classes, functions=functions, depth=depth + 1, strict=strict)
-    if value is None or isinstance(value, bool | int | str):
-        return [type(value).__qualname__, str(value)] if isinstance(value, enum.Enum) else value
-    if isinstance(
-        value, numbers.Number | np.dtype | bytes | torch.dtype | torch.device | torch.layout | PurePath | enum.Enum
-    ):
-        return [type(value).__qualname__, str(value)]
-    if isinstance(value, Tensor | np.ndarray):
-        return ["tensor", [*value.shape], str(value.dtype)]
-    if isinstance(value, type):
-        classes.add(value)
-        return ["class", value.__module__, value.__qualname__]
-    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
-        function = inspect.unwrap(value.__func__ if isinstance(value, MethodType) else value)
-        if isinstance(function, FunctionType) and _package(function) not in _VERSIONED:
-            functions.add(function)
-        return ["function", str(function.__module__), function.__qualname__]
-    kind = [type(value).__module__, type(value).__qualname__]
-    if depth < _DEEP:
+class _Reader:
+    """Reads values; keeps the classes and functions among them, whose files count, too."""
+
+    def __init__(self) -> None:
+        self.classes: set[type] = set()
+        self.functions: set[FunctionType] = set()
+        self._inside: list[int] = []  # the objects that are being read, so that none is read within itself
+
+    def read(self, value: Any, *, strict: bool = False) -> Any:
+        """``value`` as JSON can hold it, the same in every process. ``strict``: raises _NoValue where part of it counts by its class."""
+        if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
+            return value
+        if isinstance(value, _PLAIN):
+            return [type(value).__qualname__, str(value)]
+        if isinstance(value, Tensor | np.ndarray):
+            return ["tensor", [*value.shape], str(value.dtype)]
+        if isinstance(value, type):
+            self.classes.add(value)
+            return ["class", value.__module__, value.__qualname__]
+        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
+            function = inspect.unwrap(value.__func__ if isinstance(value, MethodType) else value)
+            if isinstance(function, FunctionType) and _package(function) not in _VERSIONED:
+                self.functions.add(function)
+            return ["function", str(function.__module__), function.__qualname__]
+        kind = [type(value).__module__, type(value).__qualname__]
+        if id(value) not in self._inside:
+            self._inside.append(id(value))
+            try:
+                content = self._content(value, strict)
+            finally:
+                self._inside.pop()
+            if content is not None:
+                return [*kind, content]
+        if strict:
+            raise _NoValue
+        return kind
+
+    def _content(self, value: Any, strict: bool) -> Any:
+        """What a container or a record holds; None of an object that counts by its class."""
         if isinstance(value, Mapping):
-            pairs = [[again(key), again(entry)] for key, entry in list(value.items())[:_LONG]]
-            return [*kind, len(value), sorted(pairs, key=json.dumps)]
-        if isinstance(value, list | tuple | range):
-            return [*kind, len(value), [again(entry) for entry in value[:_LONG]]]
+            pairs = [[self.read(key, strict=strict), self.read(entry, strict=strict)] for key, entry in value.items()]
+            return sorted(pairs, key=json.dumps)
+        if isinstance(value, Sequence):
+            return [len(value), [self.read(entry, strict=strict) for entry in islice(value, _LONG)]]
         if isinstance(value, set | frozenset):
-            return [*kind, len(value), sorted((again(entry) for entry in value), key=json.dumps)[:_LONG]]
+            return sorted((self.read(entry, strict=strict) for entry in value), key=json.dumps)
         if isinstance(value, partial):
-            return [*kind, again(value.func), again(value.args), again(value.keywords)]
-        record = _record_of(value)
-        if record is not None:
-            with contextlib.suppress(_NoValue):
-                fields = [[name, again(entry, strict=True)] for name, entry in sorted(record.items())]
-                classes.add(type(value))
-                return [*kind, fields]
-    if strict:
-        raise _NoValue
-    return kind
+            return [self.read(part, strict=strict) for part in (value.func, value.args, value.keywords)]
+        record, before = _record_of(value), (self.classes.copy(), self.functions.copy())
+        if record is None:
+            return None
+        try:
+            fields = [[name, self.read(entry, strict=True)] for name, entry in sorted(record.items())]
+        except _NoValue:
+            self.classes, self.functions = before
+            return None
+        self.classes.add(type(value))
+        return fields
 
 
 def _record_of(value: Any) -> dict[str, Any] | None:

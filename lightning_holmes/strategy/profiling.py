@@ -94,8 +94,8 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
         how += f" ({measured}, when it was to be timed)"
     if dtype is None:
         return (
-            "its matrix products run in a type whose speed is not measured (of 8 bits or less), so that counted FLOPs would not tell "
-            f'their seconds; profile="measure" times the layers{how.removeprefix("FLOPs counted")}'
+            "its matrix products run in a type whose speed is not measured (only floating point of 16 bits or more is), so that counted "
+            f'FLOPs would not tell their seconds; profile="measure" times the layers{how.removeprefix("FLOPs counted")}'
         )
     speeds: list[DeviceSpeed] = all_gather_values(speed)
     if request.rank != 0:

@@ -114,6 +114,9 @@ def test_hyperparameters_count() -> None:
 def test_what_differs_from_start_to_start_does_not_count() -> None:
     assert digest_module(Model(held=mixed(1))) == digest_module(Model(held=mixed(2)))
     assert digest_module(Model(held=object())) == digest_module(Model(held=object()))
+    cyclic: dict[str, Any] = {"heads": 2}
+    cyclic["self"] = cyclic
+    assert digest_module(Model(held=cyclic)) == digest_module(Model(held=cyclic)) is not None
     trained = Model()
     trained.eval()
     assert digest_module(Model()) != digest_module(trained), "what runs without dropout costs less"
@@ -145,6 +148,15 @@ def test_the_files_of_all_classes_count_and_nothing_of_the_process(
         [sys.executable, "-c", told], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert digest() == first == other.stdout.strip()
+
+
+class Unreadable(dict[str, int]):
+    def items(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def test_of_what_cannot_be_read_there_is_none() -> None:
+    assert digest_module(Model(held=Unreadable())) is None
 
 
 def test_of_a_class_without_a_file_there_is_none() -> None:
