@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """``kind``: start, resumed, told (by a signal), failed, or caught up; ``at`` in seconds since the epoch."""
+    """``kind``: start, resumed, told (by a signal), slow (a rank), failed, or caught up; ``at`` in seconds since the epoch."""
 
     kind: str
     at: float

@@ -24,6 +24,7 @@ from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.sockets import send_again_soon
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
+from lightning_holmes.comm.stragglers import Stragglers
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
 
 _KEY = "failure"
@@ -101,6 +102,7 @@ class FailureWatch:
         self.stalls = Stalls(
             self._store, f"holmes/run/{self._run}", rank=rank, world_size=world_size, timeout_s=timeout_s
         )
+        self.stragglers = Stragglers(self._store, f"holmes/run/{self._run}", rank=rank, world_size=world_size)
         self._thread = threading.Thread(target=self._watch, name="holmes-failure-watch", daemon=True)
         self._thread.start()
 
@@ -304,6 +306,7 @@ class FailureWatch:
                     return
                 self._compare_absence()
                 self.stalls.look()
+                self.stragglers.look(waits=self.stalls.waits(), now=time.monotonic())
                 self._leave()
                 self._cause = cause = self._look() or self._cause
                 self._answered = time.monotonic()

@@ -63,6 +63,11 @@ class Stalls:
         if self._patience_s is not None:
             store.set(f"{self._prefix}/host/{rank}", json.dumps(socket.gethostname()))
 
+    def waits(self) -> bool:
+        """Whether the training thread waits for other ranks now."""
+        frame = sys._current_frames().get(self._thread)
+        return frame is not None and _waits(frame)
+
     def look(self) -> None:
         """Ask if this rank has waited for long, answer if one has asked, and hear the result."""
         if self._patience_s is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import socket
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -72,6 +72,7 @@ class Connection:
         self._cards: CardWatch | None = None
         self._moves: Moves | None = None
         self._addresses: frozenset[str] = frozenset()
+        self._alike: Sequence[Sequence[int]] = ()
 
     @property
     def master(self) -> str | None:
@@ -130,15 +131,18 @@ class Connection:
             return refusal
         return None
 
-    def settle(self, cards: dict[str, str], moves: Moves | None, addresses: Iterable[str]) -> None:
+    def settle(
+        self, cards: dict[str, str], moves: Moves | None, addresses: Iterable[str], alike: Sequence[Sequence[int]]
+    ) -> None:
         """All groups are connected: whatever breaks from now on was reachable.
 
         Args:
             cards: the fast ones that they use, as :class:`CardWatch` takes them.
             moves: brings groups to other cards; None: no rank has such.
             addresses: of all hosts' cards, as far as they are known.
+            alike: the ranks of each stage.
         """
-        self._addresses = frozenset(addresses)
+        self._addresses, self._alike = frozenset(addresses), alike
         self._has_groups, self._cards, self._moves = True, CardWatch(cards) if cards else None, moves
         if self.watch is not None:
             self.watch.on_doubt = None
@@ -146,6 +150,7 @@ class Connection:
 
     def _watch_cards(self, watch: FailureWatch) -> None:
         watch.cards, watch.peers = self._cards, self._addresses
+        watch.stragglers.alike = self._alike
         if self._moves is not None:
             watch.move_by(self._moves)
 

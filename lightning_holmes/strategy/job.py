@@ -10,6 +10,7 @@ How it is laid out is job_layout.py's, who is joined by what connection.py's.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -62,7 +63,10 @@ class Job:
         has_moves = builder.repeats and any(connection.all_gather(bool(builder.junction.groups)))
         hosts = [host for cluster in topology.clusters for host in cluster.hosts]
         addresses = [address for host in hosts for nic in host.nics for address in nic.addresses]
-        connection.settle(builder.fast_cards(), moves if has_moves else None, addresses)
+        placement = self.layout.placement
+        parts = itertools.product(range(placement.pipeline_parallel_size), range(placement.tensor_parallel_size))
+        alike = [placement.data_parallel_group(*part) for part in parts]
+        connection.settle(builder.fast_cards(), moves if has_moves else None, addresses, alike)
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

@@ -66,6 +66,7 @@ def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environme
         folder.history.note("start", f"starts with {connection.world_size} ranks: {' '.join(sys.argv)}")
     if connection.watch is not None:
         connection.watch.on_end = functools.partial(folder.history.note, "failed")
+        connection.watch.stragglers.on_told = functools.partial(folder.history.note, "slow")
     names = [job.topology.cluster_of_rank(rank).name for rank in range(connection.world_size)]
     manager = SnapshotManager(
         folder,

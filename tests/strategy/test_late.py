@@ -26,6 +26,15 @@ def test_a_rank_that_never_leaves_a_hook_ends_the_run_after_the_timeout(tmp_path
     assert "[rank 1] ends, because rank 0 failed: ConnectionLostError" in workers[1].output, workers[1].output
 
 
+def test_a_replica_that_is_slow_step_after_step_is_told(tmp_path: Path) -> None:
+    workers = launch_raw(2, "late_cases:slow", {"folder": str(tmp_path)}, timeout_s=120, folder=tmp_path / "job")
+    assert [worker.exit_code for worker in workers] == [0, 0], workers
+    told = re.findall(
+        r"^\[rank 0\] rank (\d) on host \S+ holds the others up: at step (\d+) it computes", workers[0].output, re.M
+    )
+    assert [rank for rank, _ in told] == ["1"] and "holds the others up" not in workers[1].output, workers
+
+
 def test_ranks_that_are_interrupted_while_they_start_end(tmp_path: Path) -> None:
     workers = launch_raw(2, "late_cases:interrupted", {"folder": str(tmp_path)}, timeout_s=120, folder=tmp_path / "job")
     assert all(worker.exit_code in (1, 130) for worker in workers), workers

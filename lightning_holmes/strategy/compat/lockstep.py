@@ -94,6 +94,7 @@ class Lockstep(Replacements):
         if self._watch is not None:
             self.replace(self._watch, on_absence=lambda batch: self._begun == batch)
             self.replace(self._watch.stalls, place=lambda: f"in step {self._trainer.global_step}")
+            self.replace(self._watch.stragglers, steps=lambda: self._trainer.global_step)
         return self
 
     def begin_step(self) -> None:

@@ -1,0 +1,121 @@
+"""Stragglers: which rank has become so much slower than the others, minute after minute, that these wait for it.
+
+Each rank's watch for failures looks once a second whether its training thread waits for others. After a minute, and fifty steps, it tells by
+the job's store for how long that has computed for a step; rank 0 compares, and tells of who takes one and a half times as long as the median
+of its replicas, which do the same, or has grown slower by so much than the others have.
+
+    stragglers = Stragglers(store, "holmes/run/1", rank=0, world_size=4)
+    stragglers.alike = [(0, 1), (2, 3)]                     # which ranks do the same
+    stragglers.look(waits=False, now=time.monotonic())      # by the watch's thread
+    stragglers.told                                         # "rank 3 on host b1 has become slow: ...", or ""
+
+A wait for a device (NCCL's) looks like computing, so that nobody is told of there. Nothing follows from it: the plan stays.
+"""
+
+import json
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_TIMES = 1.5
+_STEPS, _WINDOW_S = 50, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Of a rank: seconds that it has computed for a step, in the last window and in its first one; and the last step."""
+
+    host: str
+    seconds: float
+    first: float
+    step: int
+
+
+class Stragglers:
+    """Of one run on this rank.
+
+    Args:
+        store: the job's; used in the thread that calls :meth:`look` only.
+        prefix: of keys that no other run has.
+
+    Attributes:
+        told: on rank 0, who is slow now; "": nobody.
+        steps: of training, that have been done; None: nothing is being trained.
+        alike: the ranks of each stage, which do the same work.
+        on_told: called on rank 0 with what is new.
+    """
+
+    def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int) -> None:
+        self.told = ""
+        self.steps: Callable[[], int | None] = lambda: None
+        self.alike: Sequence[Sequence[int]] = ()
+        self.on_told: Callable[[str], None] = lambda words: None
+        self._store, self._prefix = store, f"{prefix}/pace"
+        self._rank, self._world_size = rank, world_size
+        self._looked = 0.0
+        self._began: tuple[float, int] | None = None  # the window: when, and at which step
+        self._computed_s = 0.0
+        self._first: float | None = None
+        self._slow: int | None = None
+
+    def look(self, *, waits: bool, now: float) -> None:
+        """Note whether the training thread waits for others, and, at the end of a window, tell or compare.
+
+        Args:
+            now: in seconds.
+        """
+        steps = self.steps()
+        if steps is None or self._began is None:
+            self._began = None if steps is None else (now, steps)
+            self._looked, self._computed_s = now, 0.0
+            return
+        self._computed_s += 0.0 if waits else now - self._looked
+        self._looked = now
+        since, first_step = self._began
+        if now - since < _WINDOW_S or steps - first_step < _STEPS:
+            return
+        seconds = self._computed_s / (steps - first_step)
+        self._began, self._computed_s = (now, steps), 0.0
+        if self._first is None:
+            self._first = seconds
+        mine = [socket.gethostname(), seconds, self._first, steps]
+        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(mine))
+        if self._rank == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        keys = [f"{self._prefix}/{rank}" for rank in range(self._world_size)]
+        if not self._store.check(keys):
+            return
+        slow, self.told = _slowest([_Pace(*json.loads(self._store.get(key))) for key in keys], self.alike)
+        if slow is not None and slow != self._slow:
+            print(f"[rank 0] {self.told}", file=sys.stderr, flush=True)
+            self.on_told(self.told)
+        self._slow = slow
+
+
+def _slowest(paces: Sequence[_Pace], alike: Sequence[Sequence[int]]) -> tuple[int | None, str]:
+    """The rank that is slower than the others by most, if that is too much, and what to tell; else None and ""."""
+    found: list[tuple[float, int, str]] = []
+    growth = [pace.seconds / max(pace.first, 1e-9) for pace in paces]
+    for rank, pace in enumerate(paces):
+        begins = f"rank {rank} on host {pace.host} holds the others up: at step {pace.step} it computes {pace.seconds:.3g} s for a step"
+        replicas = [paces[other].seconds for group in alike if rank in group for other in group if other != rank]
+        if replicas:
+            usual = statistics.median(replicas)
+            found.append((pace.seconds / max(usual, 1e-9), rank, f"{begins}, and its replicas {usual:.3g} s"))
+        others = statistics.median(growth[:rank] + growth[rank + 1 :])
+        found.append(
+            (
+                growth[rank] / max(others, 1e-9),
+                rank,
+                f"{begins}, and {pace.first:.3g} s at first; the others have not become so slow",
+            )
+        )
+    times, rank, words = max(found)
+    if times <= _TIMES:
+        return None, ""
+    return rank, f"{words}. Is that host throttled, swapping, or busy with other work?"
