@@ -134,8 +134,8 @@ class Network:
             return Channel(used.kind, rate, self._latency(distinct[0], used.kind))
         clusters = sorted(members)
         ring = zip(clusters, [*clusters[1:], clusters[0]], strict=True)
-        links = {ends: self._link(ends, used.kind) for ends in {(min(ends), max(ends)) for ends in ring}}
-        bare = {cluster for ends, link in sorted(links.items()) if link is None for cluster in ends}
+        links = {ends: self._link(ends, used.kind) for ends in sorted({(min(ends), max(ends)) for ends in ring})}
+        bare = {cluster for ends, link in links.items() if link is None for cluster in ends}
         rates = []
         for host in distinct:
             cluster = self.cluster_of_host[host]
@@ -155,8 +155,10 @@ class Network:
         links: Mapping[tuple[int, int], Link | None],
     ) -> Channel:
         """The way of hosts whose cards have these rates, over these links between their clusters."""
-        latencies = [DEFAULT_LATENCY_S["between clusters"] if kind == "ethernet" else self._latency(hosts[0], kind)]
-        latencies = [] if None not in links.values() else latencies
+        latencies = []
+        if None in links.values():
+            across_s = DEFAULT_LATENCY_S["between clusters"]
+            latencies = [across_s] if kind == "ethernet" else [self._latency(host, kind) for host in hosts]
         slowest, lines = list(rates), []
         for ends, link in links.items():
             if link is None:
@@ -192,6 +194,7 @@ class Network:
         """What was assumed of ways between clusters, a line each, and how to say it better: links that count for each pair of hosts,
         since one pair alone has measured them; links of a transport that groups do not use; in one line, pairs without a link."""
         notes: list[str] = []
+        share = self.efficiency["ethernet"]  # what is stated is multiplied by it
         bare: list[tuple[int, int]] = []
         hosts_of: list[list[int]] = [[] for _ in self.topology.clusters]
         for host, cluster in enumerate(self.cluster_of_host):
@@ -212,14 +215,14 @@ class Network:
             elif link is not None and link.measured and link.shared_bytes_per_s is None and users > 1:
                 notes.append(
                     f"link {' - '.join(link.ends)}: measured by one pair of hosts, and taken to give each pair as much; shared by {users} "
-                    f"hosts if it is one line: then say so in the topology file: {_entry(link.ends, link.bandwidth_bytes_per_s, link.latency_s)}"
+                    f"hosts if it is one line: then say so in the topology file: {_entry(link.ends, link.bandwidth_bytes_per_s / share, link.latency_s)}"
                 )
         if bare:
             names = self._names(bare[0])
             users = max(len(hosts_of[end]) for end in bare[0])
             rate = min(self.ethernet_bytes_per_s(host) for end in bare[0] for host in hosts_of[end])
             more = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
-            entry = _entry(names, rate / self.efficiency["ethernet"], DEFAULT_LATENCY_S["between clusters"])
+            entry = _entry(names, rate / share, DEFAULT_LATENCY_S["between clusters"])
             notes.append(
                 f"link {' - '.join(names)}{more}: not given, and each pair of hosts is taken to have the rate of its Ethernet cards to itself; "
                 f"a step takes longer than predicted if the {users} hosts share one line: then say what it has in the topology file, such "
