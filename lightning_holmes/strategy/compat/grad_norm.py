@@ -21,6 +21,9 @@ from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
+_WITHOUT_LIGHTNING = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath"}
+"""Packages that have nothing of Lightning's; they hold two thirds of all names."""
+
 
 class GradNormExchange(Replacements):
     """Inside, a ``grad_norm`` over all stages stands in place of Lightning's wherever the user's code has it.
@@ -43,6 +46,8 @@ class GradNormExchange(Replacements):
 
     def __enter__(self) -> Self:
         for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _WITHOUT_LIGHTNING:
+                continue
             held = dict(getattr(module, "__dict__", {}))  # whatever stands for a module
             names = [key for key, value in held.items() if value is lightnings_grad_norm]
             if names and name != __name__:
