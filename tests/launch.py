@@ -274,6 +274,7 @@ def _become_python(client: socket.socket) -> None:
     _enter_host(order["pid"])
     os.chdir(order["folder"])
     _take_over(*outputs, order["env"])
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # Lightning's launcher starts the other ranks by it
     script, *sys.argv[1:] = (argument for argument in order["argv"] if argument != "-u")
     installed = [path for path in sys.path if not path.startswith(str(TESTS))]
     sys.path[:] = ["", *filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep)), *installed]

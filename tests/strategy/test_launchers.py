@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def _environment(**more: str) -> dict[str, str]:
         k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(("SLURM_", "LSB_", "TORCHEL"))
     }
     paths = os.pathsep.join([str(TESTS), str(TESTS / "strategy")])
-    return clean | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+    return clean | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked_executable()} | more
 
 
 def _run(commands: list[list[str]], environments: list[dict[str, str]], folder: Path, *, fails: bool = False) -> str:
@@ -67,28 +66,27 @@ def _check(output: str, world_size: int, environment: str, loss: float) -> None:
 
 @pytest.mark.xdist_group("strategy_launchers")
 def test_one_process(tmp_path: Path, plain_loss: float) -> None:
-    output = _run([[sys.executable, SCRIPT, "1"]], [_environment()], tmp_path)
+    output = _run([[*forked_python(), SCRIPT, "1"]], [_environment()], tmp_path)
     _check(output, 1, "LightningEnvironment", plain_loss)
 
 
 @pytest.mark.xdist_group("strategy_launchers")
 def test_lightnings_own_launcher(tmp_path: Path, plain_loss: float) -> None:
-    output = _run([[sys.executable, SCRIPT, "2"]], [_environment()], tmp_path)
+    output = _run([[*forked_python(), SCRIPT, "2"]], [_environment()], tmp_path)
     _check(output, 2, "LightningEnvironment", plain_loss)
 
 
 @pytest.mark.xdist_group("strategy_launchers")
 def test_torchrun(tmp_path: Path, plain_loss: float) -> None:
-    environment = _environment(PYTHON_EXEC=forked_executable())
-    output = _run([[sys.executable, *TORCHRUN, SCRIPT, "2"]], [environment], tmp_path)
+    output = _run([[*forked_python(), *TORCHRUN, SCRIPT, "2"]], [_environment()], tmp_path)
     _check(output, 2, "TorchElasticEnvironment", plain_loss)
 
 
 @pytest.mark.xdist_group("strategy_launchers")
 @pytest.mark.parametrize("launcher", ["torchrun", "Lightning"])
 def test_a_failure_of_one_rank_is_what_the_user_sees_first(launcher: str, tmp_path: Path) -> None:
-    command = [sys.executable, *(TORCHRUN if launcher == "torchrun" else []), SCRIPT, "2", "1", "1"]
-    output = _run([command], [_environment(PYTHON_EXEC=forked_executable())], tmp_path, fails=True)
+    command = [*forked_python(), *(TORCHRUN if launcher == "torchrun" else []), SCRIPT, "2", "1", "1"]
+    output = _run([command], [_environment()], tmp_path, fails=True)
     cause, consequence = output.find("ZeroDivisionError: planned failure"), output.find("by peer")
     assert cause >= 0 and (consequence < 0 or cause < consequence), output[-6000:]
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +269,7 @@ def test_a_node_outlives_workers_that_are_started_again(tmp_path: Path, monkeypa
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     (code, said), (node_code, served) = run_beside_a_node(
         tmp_path,
-        [sys.executable, "-m", "torch.distributed.run", *torchrun, *script],
+        [*forked_python(), "-m", "torch.distributed.run", *torchrun, *script],
         script,
         RANK="0",
         WORLD_SIZE="2",

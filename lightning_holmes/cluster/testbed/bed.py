@@ -212,7 +212,8 @@ class Testbed:
         Args:
             argv: the command. It is found by PATH.
             processes_per_host: start it by torchrun with so many processes on each host; argv is then what stands
-                after torchrun's own options: a script, or "-m" and a module.
+                after torchrun's own options: a script, or "-m" and a module. PYTHON_EXEC in the environment names the
+                interpreter of both.
             shuffle: number the nodes in an order that is not the topology's.
             node_order: or number them in this one: the hosts' names.
             hosts: only these hosts.
@@ -230,13 +231,6 @@ class Testbed:
         run_name = f"run{os.getpid()}n{next(_numbers)}"
         commands = []
         for rank, host in enumerate(nodes):
-            arguments = list(argv)
-            if processes_per_host is not None:
-                arguments = [
-                    *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node-rank={rank}"),
-                    *(f"--nproc-per-node={processes_per_host}", f"--master-addr={nodes[0].ethernet.address}"),
-                    *(f"--master-port={port}", f"--local-addr={host.ethernet.address}", *arguments),
-                ]
             own = {
                 "HOLMES_HOST_NAME": host.name,
                 "HOLMES_SYSFS_ROOT": str(self.sysfs_root(host.name)),
@@ -247,17 +241,26 @@ class Testbed:
                 "MASTER_PORT": str(port),
             }
             inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+            environment = {
+                "OMP_NUM_THREADS": "1",  # several hosts share the cores
+                **inherited,
+                **own,
+                **(env or {}),
+                **(host_env(host.name) if host_env is not None else {}),
+            }
+            arguments = list(argv)
+            if processes_per_host is not None:
+                python = environment.get("PYTHON_EXEC", sys.executable)  # as torchrun, which starts scripts by it
+                arguments = [
+                    *(python, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node-rank={rank}"),
+                    *(f"--nproc-per-node={processes_per_host}", f"--master-addr={nodes[0].ethernet.address}"),
+                    *(f"--master-port={port}", f"--local-addr={host.ethernet.address}", *arguments),
+                ]
             commands.append(
                 HostCommand(
                     host=host.name,
                     argv=arguments,
-                    environment={
-                        "OMP_NUM_THREADS": "1",  # several hosts share the cores
-                        **inherited,
-                        **own,
-                        **(env or {}),
-                        **(host_env(host.name) if host_env is not None else {}),
-                    },
+                    environment=environment,
                     namespace=netlink.namespace_path(host.namespace),
                     host_name=host.name if self.options.host_names else "",
                     hosts_file=self._hosts_file,
