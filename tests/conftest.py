@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
+from launch import prepare_for_fits
 
 from lightning_holmes.cluster.testbed import find_problem
 
@@ -60,6 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(group.args[0]) if group and group.args[0] in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    prepare_for_fits()
 
 
 class Log:

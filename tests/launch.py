@@ -189,12 +189,22 @@ def forked_executable() -> str:
     return str(_nursery().executable)
 
 
+def prepare_for_fits() -> None:
+    """In a process that runs many fits, or forks some that do: what is imported stays, so that their collections need not go through it,
+    each a fifth of a second; and what is installed stays, which each Trainer asks."""
+    registry = sys.modules.get("lightning.fabric.utilities.registry")
+    if registry is not None and not hasattr(registry.entry_points, "cache_info"):
+        registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(listener: socket.socket) -> Callable[[], None] | None:
     """Fork a worker for each line of standard input, and write down how each ended; and a process for each connection,
     and tell how it ended. Returns, in a forked process, what it is to do."""
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
-    gc.freeze()  # what is imported stays: a worker's collections need not go through it, each a fifth of a second
+    prepare_for_fits()
     workers: dict[int, Path] = {}
     clients: dict[socket.socket, int] = {}
     buffer = b""
@@ -258,8 +268,10 @@ def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     _take_over(log, log, env)
     target, payload = pickle.loads(Path(folder, "payload").read_bytes())
-    module, function = target.split(":")
-    result = getattr(importlib.import_module(module), function)(payload)
+    module, name = target.split(":")
+    function = getattr(importlib.import_module(module), name)
+    gc.freeze()
+    result = function(payload)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
 
 

@@ -14,8 +14,6 @@ Models and data are in contract_models.py, the promises in the other files here,
 
 import contextlib
 import faulthandler
-import functools
-import gc
 import importlib
 import os
 import pickle
@@ -35,7 +33,6 @@ import torch.distributed as dist
 from contract_models import batches
 from covering import EXHAUSTIVE
 from launch import Worker, launch_raw
-from lightning.fabric.utilities import registry
 from lightning.pytorch import Trainer
 
 from lightning_holmes import HolmesStrategy
@@ -256,8 +253,6 @@ def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, cases = int(os.environ["RANK"]), collect(files)
-    gc.freeze()  # what is imported stays, and need not be gone through at each fit
-    registry.entry_points = functools.cache(registry.entry_points)  # each Trainer asks what is installed
     for index, name in enumerate(names):
         print(f"CASE {name}", flush=True)
         record = run_case(cases[name], layout, Path(folder) / f"case{index}", timeout_s)
