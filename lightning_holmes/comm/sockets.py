@@ -62,9 +62,20 @@ def _sockets() -> Iterator[socket.socket]:
     for name in os.listdir(_OPEN):
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as found:
+                with _duplicate(int(name)) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                         yield found
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except (
+        OSError
+    ):  # closed meanwhile, and the number is something else's: a pipe that stays open would never end for its reader
+        os.close(copy)
+        raise
 
 
 def _end(name: tuple[str, int]) -> End:
