@@ -7,7 +7,7 @@ It owns what cards have in common, by their fabrics. Ranks are transport.py's, s
     used.kind, used.nics[0].name, used.rails[2]      # "infiniband", "mlx5_0", (Nic(name="mlx5_0", ...), ...)
 
 Hosts use the RDMA fabric on which all of them have a working card: the one whose slowest card is the fastest. Others use Ethernet:
-inside a cluster the fastest subnet that all are in, between clusters the first card of each.
+the first card of each host; by sockets, inside a cluster, those of the fastest subnet that all are in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UsedCards:
     """The cards of a group of hosts, by the hosts' indices.
 
     Attributes:
-        nics: the card that a host uses by sockets; hosts without any Ethernet card are left out.
+        nics: the card that a host uses by sockets or on Ethernet; hosts without any Ethernet card are left out.
         rails: all of a host's cards of this kind on fabrics that all of them share; empty on Ethernet. NCCL takes those near a GPU.
         fabric: the name of that of ``nics``; None on Ethernet.
     """
@@ -44,10 +44,12 @@ class HostCards:
     """The cards of hosts, each with its cluster.
 
     Args:
-        sockets: RDMA cards are used by sockets (gloo does), which needs an address on each.
+        sockets: each group has sockets of its own (gloo's), on RDMA cards, too, which needs an address on each. NCCL reads once a
+            process which Ethernet card all groups use: the first one.
     """
 
     def __init__(self, places: Sequence[tuple[Cluster, Host]], *, sockets: bool = False) -> None:
+        self._sockets = sockets
         self._hosts = [host for _, host in places]
         self._clusters = [cluster.name for cluster, _ in places]
         self._rdma: list[list[tuple[Fabric, Nic]]] = [
@@ -93,12 +95,13 @@ class HostCards:
         return self._hosts[host].nic_of("ethernet")
 
     def _ethernet(self, hosts: Sequence[int]) -> dict[int, Nic]:
-        """The Ethernet cards that reach the master; inside a cluster those of a subnet with all hosts, where that is faster.
+        """The Ethernet cards that reach the master; by sockets inside a cluster those of a subnet with all hosts, where that is faster.
 
         Between clusters a subnet says nothing: two sites may both call theirs 192.168.1.0/24.
         """
         main = {host: nic for host in hosts if (nic := self.main_nic(host)) is not None}
-        if len(main) < len(hosts) or len({self._clusters[host] for host in hosts}) > 1:
+        apart = len({self._clusters[host] for host in hosts}) > 1
+        if not self._sockets or apart or len(main) < len(hosts):
             return main
         subnets: list[dict[str, Nic]] = []
         for host in hosts:

@@ -46,7 +46,8 @@ MIXED = Topology(
 
 def transports(topology: Topology = MIXED, *, rank: int = 0, backend: str = "nccl", **user: str) -> GroupTransports:
     settings = UserSettings.read(user, files=())
-    return GroupTransports(TransportChooser(topology), rank=rank, backend=backend, user=settings)
+    chooser = TransportChooser(topology, sockets=backend == "gloo")
+    return GroupTransports(chooser, rank=rank, backend=backend, user=settings)
 
 
 def test_a_group_uses_the_fabric_that_its_hosts_share() -> None:
@@ -101,7 +102,7 @@ def test_without_a_known_network_the_libraries_choose() -> None:
 
 
 def test_gloo_needs_the_interface_behind_a_card() -> None:
-    bare = Nic(name="mlx5_0", kind="infiniband")
+    bare = Nic(name="mlx5_0", kind="infiniband", addresses=("10.0.0.1",))
     topology = Topology(clusters=(cluster("a", [[bare], [bare]]),))
     with pytest.raises(ConfigurationError, match=r"mlx5_0 is the card of rank 0 .* give its `interface`"):
         transports(topology, backend="gloo").interface([0, 1])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_holmes.cluster.network import Cluster, Host, Link, Nic, TransportKind
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
@@ -27,7 +28,7 @@ def of_hosts(*clusters: Sequence[Sequence[Nic]], links: tuple[Link, ...] = ()) -
 
 
 def card(kind: TransportKind, fabric: str | None = None, *, name: str = "card", rate: float = 1e9) -> Nic:
-    return Nic(name=name, kind=kind, fabric=fabric, bandwidth_bytes_per_s=rate)
+    return Nic(name=name, kind=kind, fabric=fabric, bandwidth_bytes_per_s=rate, interface=name)
 
 
 cards = st.builds(
@@ -95,13 +96,19 @@ def test_cards_that_name_no_fabric_share_that_of_their_cluster(clusters: list[li
         assert TransportChooser(topology).choose([*order]).kind == kind
 
 
-def test_of_ethernet_cards_the_faster_subnet_counts() -> None:
-    fast = card("ethernet", "data", name="eth1", rate=25e9 / 8)
-    own = [card("ethernet", "mgmt", name="eth0", rate=1e9 / 8), fast]
+@pytest.mark.parametrize(("sockets", "inside"), [(True, "eth1"), (False, "eth0")], ids=["gloo", "nccl"])
+def test_of_ethernet_cards_the_faster_subnet_counts_where_each_group_has_its_own(sockets: bool, inside: str) -> None:
+    rates = {"eth0": 1e9 / 8, "eth1": 25e9 / 8}
+    own = [card("ethernet", f"of {name}", name=name, rate=rate) for name, rate in rates.items()]
     topology = of_hosts([own, own], [own])
-    network, chooser = Network(topology, local_bytes_per_s=1e11), TransportChooser(topology)
-    assert chooser.choose([1, 0]).nics == {0: fast, 1: fast} and network.group([0, 1]).bytes_per_s == 25e9 / 8
-    assert chooser.choose([0, 2]).nics[0].name == "eth0" and network.group([0, 2]).bytes_per_s == 1e9 / 8
+    network = Network(topology, local_bytes_per_s=1e11, sockets=sockets)
+    chooser = TransportChooser(topology, sockets=sockets)
+    for ranks, used in (([1, 0], inside), ([0, 2], "eth0")):
+        assert {nic.name for nic in chooser.choose(ranks).nics.values()} == {used}
+        assert network.group(ranks).bytes_per_s == rates[used]
+    transports = GroupTransports(chooser, rank=0, backend="gloo" if sockets else "nccl")
+    found = transports.interface([0, 1]) if sockets else transports.nccl_environment([[0, 1]])["NCCL_SOCKET_IFNAME"]
+    assert found.removeprefix("=") == inside
 
 
 def test_a_link_counts_for_groups_of_its_transport() -> None:
