@@ -29,6 +29,7 @@ from lightning_holmes.checkpoint.parts import Deferred, PartWriter, Value, made_
 from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.comm.answer import connect_again
+from lightning_holmes.comm.gloo import has_ended
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.value_file import Outlet, save_to
 from lightning_holmes.errors import (
@@ -54,6 +55,8 @@ class Job:
     timeout: timedelta = timedelta(minutes=30)
     tensor_rank: int = 0
     tensor_size: int = 1
+    host_group: Any = None
+    """All ranks, by gloo; None: WORLD."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value; all must call."""
@@ -133,7 +136,14 @@ class CheckpointManager:
             save = replace(save, values=self._staging.copy(save.values))
         if self.reading is not None:
             save, self.reading = replace(save, finish=self.reading.finish), None
-        meeting = self._last = Meeting(_client(job, job.timeout), job.rank, job.size, token, job.timeout)
+        meeting = self._last = Meeting(
+            _client(job, job.timeout),
+            job.rank,
+            job.size,
+            token,
+            job.timeout,
+            functools.partial(has_ended, job.host_group),
+        )
         self._writer.run(functools.partial(save.run, meeting), background=background)
 
     def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:

@@ -4,6 +4,7 @@ No process group takes part, so that files can be written in a thread while trai
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.errors import CheckpointError, ConnectionLostError
 
 _T = TypeVar("_T")
+_LOOK_S = 2.0
 _ANSWER_S = 2.0  # beyond the timeout of what is asked
 
 
@@ -26,14 +28,24 @@ class Meeting:
         size: all ranks.
         name: this save's, used by no other.
         timeout: how long ranks wait for each other.
+        has_ended: whether a rank's process is known to have ended, which is then not waited for; asked every two seconds.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
+        has_ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._store = store
         self._name = name
         self._timeout = timeout
+        self._has_ended = has_ended
         self._round = 0
 
     def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
@@ -46,7 +58,7 @@ class Meeting:
         found = [data]
         for rank in range(1, self.size):
             key = self._key(topic, rank)
-            found.append(self._take(key, f"rank {rank}"))
+            found.append(self._take(key, rank))
             self._delete(key)
         return found
 
@@ -57,7 +69,7 @@ class Meeting:
         if self.rank == 0:
             self._put(self._key(topic, 0), data)
             return data
-        return self._take(self._key(topic, 0), "rank 0")
+        return self._take(self._key(topic, 0), 0)
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, plain data, on every rank."""
@@ -82,18 +94,30 @@ class Meeting:
     def _delete(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key), "the others")
 
-    def _take(self, key: str, who: str) -> bytes:
-        def wait_and_get() -> bytes:
-            self._store.wait([key], self._timeout)
-            return bytes(self._store.get(key))
+    def _take(self, key: str, rank: int) -> bytes:
+        end = time.monotonic() + self._timeout.total_seconds()
 
-        return self._ask(wait_and_get, who)
+        def wait_and_get() -> bytes:
+            while True:
+                left_s = end - time.monotonic()
+                try:
+                    self._store.wait([key], timedelta(seconds=max(min(left_s, _LOOK_S), 0.001)))
+                    return bytes(self._store.get(key))
+                except dist.DistStoreError:  # nothing came
+                    if left_s <= _LOOK_S:
+                        raise
+                    if self._has_ended(rank):
+                        raise CheckpointError(f"rank {rank} has written nothing, and its process has ended") from None
+
+        return self._ask(wait_and_get, f"rank {rank}")
 
     def _ask(self, request: Callable[[], _T], who: str) -> _T:
         """What the store says, in time, whatever becomes of the way to it. Raises CheckpointError."""
         seconds = self._timeout.total_seconds()
         try:
             return answer_within(request, timeout_s=seconds + _ANSWER_S)
+        except CheckpointError:
+            raise
         except ConnectionLostError as error:
             raise CheckpointError(f"nothing is heard of {who}: {error}") from None
         except (dist.DistError, RuntimeError) as error:

@@ -18,9 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within, is_gone
+from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.movable import Junction, MovableGroup
 from lightning_holmes.comm.sockets import End, listening
 from lightning_holmes.errors import ConfigurationError, UnreachableError
@@ -29,6 +31,7 @@ from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout
 GLOO = "holmes_gloo"
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
+_NEVER_SENT = 2**31 - 1  # a tag
 _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
 CONNECT_AGAIN = timedelta(seconds=15)
 
@@ -101,6 +104,22 @@ def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
         work.wait(gloo_timeout(group))
     else:
         work.wait()
+
+
+def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:
+    """Whether the process of a global rank has ended, as far as gloo's connection with it knows; nothing is waited for.
+
+    gloo refuses a receive at once where that is so. Where the other lives it stays open, and nobody ever sends what it asks for. A link
+    that is cut tells nothing.
+
+    Args:
+        group: by gloo; None: WORLD.
+    """
+    try:
+        dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=group, tag=_NEVER_SENT)
+    except RuntimeError as error:
+        return is_lost(error)
+    return False
 
 
 def _create(options: Any, given: GlooOptions) -> Any:

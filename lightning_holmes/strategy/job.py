@@ -118,6 +118,7 @@ class Job:
             timeout=connection.options.timeout or timedelta(days=1),
             tensor_rank=groups.tensor_parallel_rank,
             tensor_size=placement.tensor_parallel_size,
+            host_group=groups.everyone_on_host,
         )
 
     def explaining(self, group: Any = None) -> AbstractContextManager[None]:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from launch import launch_raw
 
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.comm.answer import answer_within, connect_again
@@ -57,3 +59,9 @@ def test_a_store_that_falls_silent_or_goes_ends_a_meeting(kept: tuple[Any, subpr
         connect_again(store, timeout_s=60)
     with pytest.raises(CheckpointError, match=r"rank 0 has written nothing for 60 s, or is gone \("):
         Meeting(store, 1, 2, "gone", timedelta(seconds=60)).announce("files")
+
+
+def test_a_member_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """The timeout is 80 s."""
+    waits, killed = launch_raw(2, "meeting_cases:lose_a_member", None, timeout_s=120, folder=tmp_path)
+    assert killed.exit_code == -signal.SIGKILL and waits.exit_code == 0, waits.output
