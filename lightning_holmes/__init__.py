@@ -14,7 +14,13 @@ from lightning_holmes.checking.simulated_pipeline import check
 from lightning_holmes.checkpoint.converting import read_whole
 from lightning_holmes.checkpoint.finding import is_folder
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError, UnsupportedModuleError
+from lightning_holmes.errors import (
+    AbsentValueError,
+    ConfigurationError,
+    HolmesError,
+    RemoteError,
+    UnsupportedModuleError,
+)
 from lightning_holmes.lightning_private import read_folders
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
@@ -30,6 +36,7 @@ introduce(HolmesStrategy)
 read_folders(is_folder, read_whole)
 
 __all__ = [
+    "AbsentValueError",
     "CheckReport",
     "ConfigurationError",
     "HolmesError",

@@ -23,6 +23,11 @@ class UnsupportedModuleError(HolmesError, TypeError):
     """The LightningModule cannot give the numbers of plain Lightning as a pipeline. The message says why."""
 
 
+class AbsentValueError(HolmesError, RuntimeError):
+    """A step reads or changes a value that is elsewhere at that moment, which the step of the first batch did not. No TypeError, of which
+    Python's operators make one of their own."""
+
+
 class RemoteError(HolmesError, RuntimeError):
     """Another rank failed first. The message names that rank and carries its error."""
 

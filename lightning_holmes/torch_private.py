@@ -443,6 +443,16 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
+without_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class of which torch's functions see ordinary tensors, at no cost."""
+
+
+def without_torch_dispatch() -> AbstractContextManager[None]:
+    """Inside: operators see tensors whose class has a ``__torch_dispatch__`` as ordinary ones."""
+    made: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return made
+
+
 def without_torch_functions() -> AbstractContextManager[None]:
     """Inside: operations see tensors whose class has a ``__torch_function__`` as ordinary ones."""
     made: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()

@@ -381,3 +381,22 @@ def test_the_parts_of_a_sparse_tensor_are_as_they_were_given() -> None:
     tensor = torch.sparse_coo_tensor(indices, values, (2,))
     found = torch_private.sparse_parts(tensor)
     assert torch.equal(found[0], indices) and torch.equal(found[1], values) and not tensor.is_coalesced()
+
+
+def test_classes_of_tensors_are_passed_over_where_that_is_said() -> None:
+    seen: list[str] = []
+
+    class Seen(torch.Tensor):
+        __torch_function__ = torch_private.without_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(torch_private.operator_name(func))
+            with torch_private.without_torch_dispatch():
+                return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2).as_subclass(Seen)
+    assert type(tensor + 1) is torch.Tensor and seen == ["aten::add"]
+    with torch_private.without_torch_dispatch():
+        assert (tensor * 2).sum() == 4
+    assert seen == ["aten::add"]

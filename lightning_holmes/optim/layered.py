@@ -23,7 +23,7 @@ from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
-from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
@@ -77,6 +77,7 @@ class LayeredReducer:
         self._reached: frozenset[str] = frozenset()
         self._unreduced: set[int] = set()
         self._is_new = True  # a window has not gathered anything
+        self._in_batch = False
         self._hooks = [
             shards.parameters[name].register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for name in self._names
@@ -116,6 +117,7 @@ class LayeredReducer:
             for part in self.shards.parts:
                 part.gradient = None
         self._unreduced = set(self._stages)
+        self._in_batch = True
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """A backward of ``stage`` begins: its gradients gather in a buffer that is empty at the ``first`` one."""
@@ -139,6 +141,12 @@ class LayeredReducer:
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             view = self._views.get(name)
+            if view is None and self._in_batch:
+                raise AbsentValueError(
+                    f"{name} is given a gradient while its own stage is not computed: another stage reads it, which did not when the step "
+                    f"was learnt from its first batch, or the step calls backward itself. Let the first batch read it there, too (times "
+                    f"0, if need be), return one loss, or use {self.shards.cure}"
+                )
             if view is None:
                 return  # a backward of the user's own, between batches
             self._touched.add(name)
@@ -187,7 +195,7 @@ class LayeredReducer:
 
     def end(self) -> None:
         """After a batch: what other pipeline ranks have gradients of, too, is summed over these, and then over the replicas."""
-        self._is_new = False
+        self._is_new = self._in_batch = False
         if None in self._open:
             for part, buffer in zip(self._trained[None], self._open[None], strict=True):
                 if part.ranks:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import READS_NO_VALUE
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.shards import Extent, Piece
 from lightning_holmes.torch_private import is_compiled, without_torch_functions
@@ -50,17 +51,6 @@ class ArrivingParameter(nn.Parameter):
 
 
 ArrivingParameter.__name__ = ArrivingParameter.__qualname__ = "Parameter"  # what people print
-
-READS_NO_VALUE = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "ndim", "layout", "grad_fn", "is_sparse")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_cpu")),
-    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex")),
-    *(getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "element_size", "requires_grad_")),
-    *(getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "__len__")),
-}
-"""Operations that tell or change what is known of a parameter without its value."""
 
 
 def _await(values: Any) -> None:

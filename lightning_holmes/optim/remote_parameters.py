@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import Absence
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.optim.aggregator import Aggregator
@@ -48,6 +49,8 @@ class RemoteParameters(StageShards):
         committed: the last window of batches whose step was committed.
     """
 
+    cure = "optimizer_nodes=0"
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -59,6 +62,8 @@ class RemoteParameters(StageShards):
         replica: int,
         queue: CommQueue,
         keeps: bool,
+        absence: Absence | None = None,
+        notices_reads: bool = True,
     ) -> None:
         super().__init__(
             parameters,
@@ -69,6 +74,8 @@ class RemoteParameters(StageShards):
             rank=0,
             queue=queue,
             gather=lambda tensor: None,
+            absence=absence,
+            notices_reads=notices_reads,
         )
         if keeps:
             self._num_buffers = max(1, len(stages))

@@ -3,7 +3,7 @@
 A stage's parameters lie side by side in flat parts, of one type each, cut into as many shares as there are replicas.
 Two buffers, as large as the largest stage, take turns: a stage has the same one in its forward and its backward, since autograd
 keeps views of its parameters. Nothing of torch's inner life is needed for that: a parameter's ``data`` is the buffer while its stage
-is held, and a placeholder of NaN else. Parameters that several stages read (tied embeddings) come first and go last, into memory of
+is held, and a placeholder of NaN else; in a step it says so who reads it (absent.py), or changes it, which would be lost. Parameters that several stages read (tied embeddings) come first and go last, into memory of
 their own, and so do those of stages that are small beside the largest one: a message of their own would cost more than it saves.
 
     shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, gather=...)
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.lockstep import Lockstep
@@ -78,8 +79,12 @@ class StageShards:
         shared: parameters that other pipeline ranks hold, too: the ranks, and the names.
         size, rank: of the replicas.
         gather: brings every replica's share of a flat tensor to all; called in ``queue``.
+        absence: of the module's placeholders; whoever runs a step clears it at the step's end.
+        notices_reads: parameters that are not here say so who reads them in a step; compiled code cannot bear that.
     """
 
+    cure = "sharded_parameters=False"
+    """Which argument of the strategy keeps parameters whole."""
     generation = 0
     is_whole = False
 
@@ -94,6 +99,8 @@ class StageShards:
         rank: int,
         queue: CommQueue,
         gather: Callable[[Tensor], None],
+        absence: Absence | None = None,
+        notices_reads: bool = True,
     ) -> None:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
@@ -114,7 +121,12 @@ class StageShards:
         self._held: set[int | None] = set()
         self._common: tuple[Work, Sequence[Tensor]] | None = None
         self._num_buffers = NUM_BUFFERS
-        self._blank = {name: placeholder(p.detach()) for name, p in self.parameters.items()}
+        self._absence = Absence() if absence is None else absence
+        self._notices_reads = notices_reads
+        self._sources = {
+            name: Source(absence=self._absence, what=name, cure=self.cure, blank=placeholder(p.detach()))
+            for name, p in self.parameters.items()
+        }
 
     # layout
 
@@ -271,12 +283,16 @@ class StageShards:
                 self._let_go(name)
 
     def _let_go(self, name: str) -> None:
-        dtensor.replace_local(self.parameters[name], self._blank[name])
+        self._absence.forget(self.parameters[name])
+        dtensor.replace_local(self.parameters[name], self._sources[name].blank)
 
     # a step
 
     def fetch(self, stage: int) -> Work:
         """Start to bring the parameters of ``stage``; they are there when what is returned has been waited for."""
+        if not self._held:  # a step begins
+            for name in self.parameters:
+                self._hide(name)
         if self._common is None and None in self._of_stage:
             parts = self._of_stage[None]
             common = allocate(_sizes(parts), parts[0].device)
@@ -306,10 +322,21 @@ class StageShards:
     def _show(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         for part, buffer in zip(parts, buffers, strict=True):
             for name, view in part.views(buffer).items():
-                dtensor.replace_local(self.parameters[name], view)
+                parameter = self.parameters[name]
+                self._absence.forget(parameter)
+                dtensor.replace_local(parameter, view)
+                self._absence.show(parameter, self._sources[name])
+
+    def _hide(self, name: str) -> None:
+        if self._notices_reads:
+            self._absence.hide(self.parameters[name], self._sources[name])
 
     def release(self, stage: int) -> None:
-        """Let go of the parameters of ``stage``, and after the last stage of what several read."""
+        """Let go of the parameters of ``stage``, and after the last stage of what several read.
+
+        Raises:
+            AbsentValueError: the step has changed one of them.
+        """
         self._held.discard(stage)
         leaving = [*self._of_stage.get(stage, ())]
         if not self._held - {None} and self._common is not None:
@@ -318,7 +345,15 @@ class StageShards:
             self._common = None
         for part in leaving:
             for name in part.names:
+                self._absence.check(self.parameters[name])
                 self._let_go(name)
+        if self._held:
+            for part in leaving:
+                for name in part.names:
+                    self._hide(name)
+        else:  # the step has ended
+            for parameter in self.parameters.values():
+                self._absence.forget(parameter)
 
     # what the optimizer works on
 
@@ -414,13 +449,14 @@ class StageShards:
             self.let_go(held)
 
     def close(self) -> None:
-        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed. Where they stay
-        in shards only what a step needs is let go of."""
+        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed: then one that is
+        alone has them all, and of several none gets any. Where they stay in shards only what a step needs is let go of."""
         self._buffers = None
         if self.stays:
             return
-        for part in () if self._abandoned else self.parts:
-            for name, view in self._whole(part).items():
+        for part in () if self._abandoned and self.size > 1 else self.parts:
+            views = part.views(part.shard) if self.size == 1 else self._whole(part)  # no queue, which may have failed
+            for name, view in views.items():
                 dtensor.replace_local(self.parameters[name], view.clone())
             part.shard = torch.zeros(0)
         self.parts.clear()

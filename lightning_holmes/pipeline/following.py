@@ -14,35 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_holmes.comm.absent import SHAPED_BY_VALUES, TO_PYTHON, VALUE_FREE
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
 
-# operators whose result depends on the shape and type of a tensor, not on its values
-_VALUE_FREE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_empty_strided",
-        "sym_size",
-        "sym_numel",
-        "sym_stride",
-        "empty_strided",
-    ]
-)
-_TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 _READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-_SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -123,12 +100,12 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             tracer.refuse_parameter_write(tensor)
         output = func(*args, **kwargs)
-        if name in _VALUE_FREE:
+        if name in VALUE_FREE:
             taint = 0
-        if name in _TO_PYTHON:
+        if name in TO_PYTHON:
             _read_by_python(tracer, taint)
             return output
-        if any(tag in func.tags for tag in _SHAPED_BY_VALUES):
+        if any(tag in func.tags for tag in SHAPED_BY_VALUES):
             _read_by_python(tracer, taint)
         results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
         fresh = [t for t in results if tracer.key(t) not in keys]

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import Placeholder
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import (
     batch_value,
@@ -105,6 +106,8 @@ class LogRecorder:
             if value.numel() != 1:
                 raise ValueError(f"`self.log({name}, {value})` was called, but the tensor must have a single element")
             value = dtensor.whole(value.detach()).clone().reshape(())
+            if isinstance(value, Placeholder):
+                value.refuse()
         call = LogCall(name=name, value=value, arguments=arguments, position=position, microbatch=self._microbatch)
         self.calls.append(call)
 

@@ -10,7 +10,7 @@ that knows which stage of the rank is running:
 - outside a step a non-local layer refuses to run.
 
 Parameters of other stages keep shape, type and names but hold NaN in no memory, so that what the trace
-judged wrongly turns the loss into NaN.
+judged wrongly turns the loss into NaN. What non-local layers hand on is NaN, too, and stops a step that computes with it (absent.py).
 """
 
 import contextlib
@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, Source
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
-from lightning_holmes.torch_private import is_broken_graph
+from lightning_holmes.torch_private import is_broken_graph, is_compiled
 
 
 class StepEnd(BaseException):
@@ -138,7 +139,8 @@ class PipelineModule:
         self.module = module
         self.device = device
         self.current: StageRun | None = None
-        self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Tensor]] = {}
+        self.absence = Absence()
+        self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self.divide(structure, partition, stages)
 
@@ -152,6 +154,8 @@ class PipelineModule:
         self.structure = structure
         self.partition = partition
         self.stages = tuple(stages)
+        self.notices_reads = not any(is_compiled(part) for part in self.module.modules())
+        """Placeholders say what they stand for; compiled code, which cannot take them, gets NaN."""
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
         vars(self).pop("parameters", None)
         vars(self).pop("names", None)
@@ -316,6 +320,7 @@ class PipelineModule:
             self._go_to(run, index)
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
+            self.absence.counts = not run.backward  # where what is computed again has been judged before
             return _Passing(run=run, index=index)
         self._seed(run, 2 * index + 3)
         if index == self.partition.layers_of(run.stage)[0] - 1:
@@ -341,6 +346,8 @@ class PipelineModule:
         """After a layer of the stage that runs."""
         run, index = passed.run, passed.index
         self._seed(run, 2 * index + 3)
+        is_end = index == self.partition.num_layers - 1  # what follows is the last stage's alone
+        self.absence.counts = is_end and not run.backward
         is_last = index == self.partition.layers_of(run.stage)[-1] and run.stage != self.num_stages - 1
         if run.backward or not (is_last or index in self._kept):
             return output
@@ -385,6 +392,8 @@ class PipelineModule:
                 f"{tree.describe(expected.template)} when {run.step_name} was traced: what a layer returns beside tensors "
                 f"must not change from step to step under a pipeline"
             )
+        for leaf in leaves:
+            _refuse_placeholder(leaf)
         if is_payload:
             run.payload = [leaf for leaf, live in zip(leaves, expected.live, strict=True) if live]
         run.kept |= {(index, number): leaves[number] for number in self._kept.get(index, ()) if number < len(leaves)}
@@ -420,7 +429,7 @@ class PipelineModule:
         key = run.step_name, index, present, torch.is_inference_mode_enabled()
         known = self._blanks.get(key)
         if known is not None:
-            return [blank.detach() for blank in known]  # a hook or requires_grad_() of the user's is on one of his own
+            return self._stand_ins(known)
         then = expected.input_shape
         blanks = []
         for shape, dtype, changed in zip(expected.shapes, expected.dtypes, expected.changed, strict=True):
@@ -431,11 +440,27 @@ class PipelineModule:
             like = torch.empty((), dtype=getattr(torch, dtype), device=self.device).expand(lengths)
             blank = placeholder(like)
             blanks.append(blank.contiguous() if changed else blank)
+        sources = self._sources(index, blanks, expected.changed)
         if not any(expected.changed):  # nobody can write to the others: a stage's step begins anew for each microbatch
             if len(self._blanks) >= _MOST_BLANKS:  # of ever new shapes
                 self._blanks.clear()
-            self._blanks[key] = [blank.detach() for blank in blanks]
-        return blanks
+            self._blanks[key] = sources
+        return self._stand_ins(sources)
+
+    def _sources(self, index: int, blanks: Sequence[Tensor], changed: Sequence[bool]) -> list[Source]:
+        """What stands for the output of a non-local layer."""
+        assert self.structure is not None
+        alone = len(self.stages) == self.num_stages
+        cure = "num_chunks=1" if alone else "pipeline_parallel_size=1, num_chunks=1"
+        names = [f"output {number} of layer {index} of {self.structure.layers}" for number in range(len(blanks))]
+        return [
+            Source(absence=self.absence, what=what, cure=cure, blank=blank, may_change=may_change)
+            for what, blank, may_change in zip(names, blanks, changed, strict=True)
+        ]
+
+    def _stand_ins(self, sources: Sequence[Source]) -> list[Tensor]:
+        """A tensor each, since a hook or requires_grad_() of the user's may be put on it."""
+        return [source.stand_in() if self.notices_reads else source.blank.detach() for source in sources]
 
     def _seed(self, run: StageRun, place: int) -> None:
         if run.seed is not None:
@@ -446,7 +471,7 @@ class PipelineModule:
     @contextlib.contextmanager
     def running(self, run: StageRun) -> Iterator[StageRun]:
         """Let the gates act for ``run``."""
-        previous, self.current = self.current, run
+        previous, self.current, self.absence.counts = self.current, run, False
         try:
             yield run
         finally:
@@ -488,6 +513,7 @@ class PipelineModule:
             )
         if not last:
             raise UnsupportedModuleError(f"{run.step_name} ended without leaving stage {run.stage}")
+        tree.map_tensors(_refuse_placeholder, output)
         return output
 
 
@@ -497,6 +523,13 @@ def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
         of_group = dtensor.is_dtensor(parameter)
         value = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype) if of_group else parameter
     return nn.Parameter(value.detach().contiguous(), requires_grad=parameter.requires_grad)
+
+
+def _refuse_placeholder(tensor: Tensor) -> Tensor:
+    """Stop where a value would be kept that is not here."""
+    if isinstance(tensor, (Placeholder, AbsentParameter)):
+        tensor.refuse()
+    return tensor
 
 
 def _own_copy(received: Tensor) -> Tensor:

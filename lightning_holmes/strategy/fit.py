@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -164,7 +165,13 @@ class Fit(Run):
     def _why_not_sharded(self) -> str | None:
         optimizers = self.trainer.strategy.optimizers
         optimizer = optimizers[0] if optimizers else None
-        return sharding.why_not_sharded(self._found, optimizer, self.trainer, compression=self.options.compression)
+        return sharding.why_not_sharded(
+            self._found,
+            optimizer,
+            self.trainer,
+            compression=self.options.compression,
+            structure=self.known.structure,
+        )
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         return sharding.hidden_in_hooks(
@@ -179,6 +186,7 @@ class Fit(Run):
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
             self.abandon()
+            self._tell_lost_values()
         if self._averages is not None:
             self._averages.close()
         self.gradients.close()
@@ -187,11 +195,20 @@ class Fit(Run):
             self.sharing = None
         del self.gradients  # and the buffers
 
+    def _tell_lost_values(self) -> None:
+        """After a failure no replica can ask the others for their shares."""
+        shards = super().stage_shards
+        if shards is not None and shards.size > 1 and not shards.stays:
+            rank_zero_warn(
+                f"the run has failed while each of {shards.size} replicas held a share of the parameters: in this process they are NaN now, "
+                f"where plain Lightning would leave their values. Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
+            )
+
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Parameters in shards from now on."""
         connection, options = self.job.connection, self.options
         found, optimizer = self._admitted(found, "sharded_parameters=True")
-        refusal = sharding.refusal_of_shards(found, optimizer, self.trainer)
+        refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
         if refusal:
             raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
         sync, groups = options.gradient_options.gradient_sync, self.job.groups
@@ -216,7 +233,7 @@ class Fit(Run):
         """Parameters on optimizer nodes from now on."""
         job, count = self.job, self.options.optimizer_nodes
         found, optimizer = self._admitted(found, f"optimizer_nodes={count}")
-        refusal = sharding.refusal_of_nodes(found, optimizer, self.trainer)
+        refusal = sharding.refusal_of_nodes(found, optimizer, self.trainer, self.known.structure)
         if refusal:
             raise UnsupportedModuleError(f"optimizer_nodes={count}: {refusal}; use optimizer_nodes=0")
         reasons = job.connection.all_gather(sharding.why_deferred(self.trainer))  # a callback may be on one rank only

@@ -121,6 +121,8 @@ def make_sharing(
         rank=groups.data_parallel_rank,
         queue=queue,
         gather=lambda tensor: None if collective is None else collective.gather(tensor),
+        absence=pipeline.absence,
+        notices_reads=pipeline.notices_reads,
     )
     return Sharing(shards=shards, collective=collective, choice=choice)
 
@@ -225,6 +227,8 @@ def make_remote_gradients(
         replica=rank,
         queue=make_comm_queue(device),
         keeps=keeps,
+        absence=pipeline.absence,
+        notices_reads=pipeline.notices_reads,
     )
     units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name

@@ -4,7 +4,7 @@ found = test_optimizers(optimizers, device)                      # while groups 
 shards, note = shard_optimizer(options, found, ...)              # None: not sharded
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, Stochastic
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
 from lightning_holmes.optim.param_gather import can_gather_lazily
@@ -22,6 +23,9 @@ from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.pipeline.attributes import attribute_tensors
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
@@ -182,28 +186,89 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer")
             return f"the callback {type(callback).__name__} gives parameters other memory while the module trains"
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         return "it has complex parameters"
+    shared = next(shared_memory(trainer.lightning_module), None)
+    if shared is not None:
+        return (
+            f"{shared[0]} and {shared[1]} lie in the same memory, which would be cut apart; tie parameters by giving both places the "
+            f"same nn.Parameter, and compute views in the step"
+        )
     return ""
 
 
+def shared_memory(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of a parameter and of another parameter, a buffer or an attribute of ``module``, other objects in the same memory."""
+    parameters = {id(p): (n, p) for n, p in module.named_parameters()}
+    others = {id(t): (n, t) for n, t in [*module.named_buffers(), *_attributes(module)] if id(t) not in parameters}
+    spans = sorted(
+        (*span, name, index in parameters) for index, (name, t) in (parameters | others).items() for span in _spans(t)
+    )
+    before: list[Any] = []  # that reach as far as what comes next
+    for device, first, end, name, is_parameter in spans:
+        before = [b for b in before if b[0] == device and b[2] > first]
+        for other in before:
+            if is_parameter or other[4]:
+                yield other[3], name
+        before.append((device, first, end, name, is_parameter))
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a module keeps, but those that spectral_norm and the like make anew of ``weight_orig`` before each forward."""
+    originals = {
+        f"{owner}.{n}" if owner else n
+        for owner, part in module.named_modules()
+        for n, _ in part.named_parameters(recurse=False)
+    }
+    for name, tensor in attribute_tensors(module).items():
+        if f"{name.rpartition('.')[0]}_orig" not in originals:
+            yield name, tensor
+
+
+def _spans(tensor: torch.Tensor) -> Iterator[tuple[str, int, int]]:
+    """Device, first byte and the one after the last of what a tensor reaches in memory; nothing where it has none."""
+    tensor = dtensor.local_part(tensor).detach()
+    if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() and not is_fake(tensor):
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        yield str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize
+
+
+def refusal_of_changes(structure: ModuleStructure | None) -> str:
+    """Why parameters cannot be elsewhere between their forward and their backward, as far as the traced steps tell; empty if they can."""
+    if structure is None or not structure.changed_parameters:
+        return ""
+    name = structure.changed_parameters[0]
+    return (
+        f"a layer changes {name} in place in its forward, of which a stage has a copy only while it is computed: the change would be "
+        f"lost. Change it in a hook between batches (on_train_batch_start)"
+    )
+
+
 def why_not_sharded(
-    found: Separability | None, optimizer: Optimizer | None, trainer: "pl.Trainer", *, compression: str | None
+    found: Separability | None,
+    optimizer: Optimizer | None,
+    trainer: "pl.Trainer",
+    *,
+    compression: str | None,
+    structure: ModuleStructure | None,
 ) -> str | None:
     """Why ``sharded_parameters="auto"`` leaves parameters whole, as far as it can be told before a step; None: nothing is against it.
 
     Args:
         found: how ``optimizer`` can be sharded; None where it is not made yet, or there is one replica.
+        structure: what is known of the steps.
     """
     if compression is not None:
         return f"compression={compression!r} is not exact, and each replica would own the only copy of its share"
-    refusal = "" if found is None or optimizer is None else refusal_of_shards(found, optimizer, trainer)
+    refusal = "" if found is None or optimizer is None else refusal_of_shards(found, optimizer, trainer, structure)
     readers = [f"{reader} reads whole gradients" for reader in gradient_readers(trainer)]
     return refusal or next(iter(readers), None)
 
 
-def refusal_of_shards(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+def refusal_of_shards(
+    found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
+) -> str:
     """Likewise why parameters cannot live in shards."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return refusal_of(found, optimizer, trainer) or refusal_of_averages(callbacks)
+    return refusal_of(found, optimizer, trainer) or refusal_of_averages(callbacks) or refusal_of_changes(structure)
 
 
 def gradient_readers(trainer: "pl.Trainer") -> list[str]:
@@ -213,9 +278,11 @@ def gradient_readers(trainer: "pl.Trainer") -> list[str]:
     return [f"{type(owner).__name__}.{hook}" for owner, hook in found]
 
 
-def refusal_of_nodes(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+def refusal_of_nodes(
+    found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
+) -> str:
     """Likewise why optimizer nodes cannot hold them."""
-    refusal = refusal_of(found, optimizer, trainer)
+    refusal = refusal_of(found, optimizer, trainer) or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):

@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import READS_NO_VALUE
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
-from lightning_holmes.optim.param_gather import READS_NO_VALUE
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import WAITS

@@ -34,9 +34,10 @@ def test_impossible_arguments_name_the_argument(arguments: dict[str, Any], words
         HolmesStrategy(**arguments)
 
 
-def refused(optimizer: torch.optim.Optimizer, *callbacks: pl.Callback) -> str:
+def refused(optimizer: torch.optim.Optimizer, *callbacks: pl.Callback, module: nn.Module | None = None) -> str:
     found = find_separability(optimizer, torch.device("cpu"))
-    return refusal_of(found, optimizer, SimpleNamespace(callbacks=list(callbacks)))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(callbacks=list(callbacks), lightning_module=module or nn.Module())
+    return refusal_of(found, optimizer, trainer)
 
 
 def test_what_cannot_be_divided_is_named() -> None:
@@ -46,6 +47,12 @@ def test_what_cannot_be_divided_is_named() -> None:
     assert "ModelPruning" in refused(torch.optim.AdamW(weights), ModelPruning("l1_unstructured"))
     assert "BackboneFinetuning" in refused(torch.optim.AdamW(weights), BackboneFinetuning())
     assert refused(torch.optim.SGD([nn.Parameter(torch.ones(3, dtype=torch.complex64))], 0.1)) != ""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert refused(torch.optim.AdamW(module.parameters()), module=module) == ""
+    module[1].weight.data = module[0].weight.data.t()
+    assert "0.weight and 1.weight lie in the same memory" in refused(
+        torch.optim.AdamW(module.parameters()), module=module
+    )
 
 
 class Watches(pl.Callback):

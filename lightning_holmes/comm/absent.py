@@ -1,0 +1,343 @@
+"""What stands in a step for values that are elsewhere, and notices who computes with them.
+
+A stage's step begins anew for each stage, so that it also runs what other stages need: an embedding, say, on a placeholder whose result
+nobody reads. That is right as long as such a result reaches nothing that counts. A :class:`Placeholder` carries what it stands for
+from operation to operation; where one counts (inside a layer that runs here, after the last layer, or where Python is told a value),
+or would be kept, the step is stopped with its name. The rules are those by which trace.py has learnt who reads what, so that only a
+step that reads more than the traced one is stopped. What does not meet a placeholder costs nothing.
+
+    absence = Absence()
+    blank = Source(absence=absence, what="output 0 of layer 2", cure="num_chunks=1", blank=placeholder(like)).stand_in()
+    twice = 2 * blank                       # a placeholder, too
+    absence.counts = True
+    2 * twice                               # AbsentValueError: output 0 of layer 2 is read ...
+
+Parameters stay the objects that they are: their class tells of each operation, as torch's uninitialised ones do.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.errors import AbsentValueError
+from lightning_holmes.torch_private import (
+    computes,
+    operator_name,
+    tensor_version,
+    without_torch_dispatch,
+    without_torch_function,
+    without_torch_functions,
+    written_arguments,
+)
+
+VALUE_FREE = frozenset(
+    f"aten::{name}"
+    for name in [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_empty_strided",
+        "sym_size",
+        "sym_numel",
+        "sym_stride",
+        "empty_strided",
+    ]
+)
+"""Operators whose result depends on the shape and type of a tensor, not on its values."""
+TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+"""Operators that tell Python a value."""
+SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+"""Tags of operators whose result has a shape that depends on values."""
+
+READS_NO_VALUE = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "ndim", "layout", "grad_fn", "is_sparse")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_cpu")),
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex")),
+    *(getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "element_size", "requires_grad_")),
+    *(getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "__len__")),
+}
+"""Operations that tell or change what is known of a parameter without its value."""
+
+_SOURCE = "_holmes_source"
+"""The attribute of a parameter that says what it is in a step."""
+_PAST_OPERATORS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Absence:
+    """What the placeholders of a module have in common.
+
+    Attributes:
+        counts: what is computed now is a part of the step that this rank runs.
+    """
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._marked: dict[int, nn.Parameter] = {}
+
+    def hide(self, parameter: nn.Parameter, source: "Source") -> None:
+        """From now on ``parameter`` stands for a value that is elsewhere."""
+        self._mark(parameter, source, AbsentParameter)
+
+    def show(self, parameter: nn.Parameter, source: "Source") -> None:
+        """From now on it has its value, which must not change before :meth:`check`."""
+        source.version, source.before = tensor_version(parameter), None
+        self._mark(parameter, source, HeldParameter)
+
+    def _mark(self, parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter]) -> None:
+        ours = (nn.Parameter, AbsentParameter, HeldParameter)
+        if type(parameter) in ours:  # a class of the user's own stays what it is
+            parameter.__class__ = as_class
+            vars(parameter)[_SOURCE] = source
+            self._marked[id(parameter)] = parameter
+
+    def check(self, parameter: nn.Parameter) -> None:
+        """Look whether ``parameter`` still has the value with which it was shown.
+
+        Raises:
+            AbsentValueError: it was changed, and the change would be lost.
+        """
+        source: Source | None = vars(parameter).get(_SOURCE)
+        if source is None:
+            return
+        changed = tensor_version(parameter) != source.version
+        if source.before is not None and not changed:  # data was asked for, whose changes are not counted
+            changed = not torch.equal(_bytes(parameter), source.before)
+        if changed:
+            source.refuse_change()
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Make ``parameter`` an ordinary one."""
+        if self._marked.pop(id(parameter), None) is not None:
+            parameter.__class__ = nn.Parameter
+            vars(parameter).pop(_SOURCE, None)
+
+    def clear(self) -> None:
+        """Make all parameters ordinary ones, when a step has ended."""
+        self.counts = False
+        for parameter in list(self._marked.values()):
+            self.forget(parameter)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Source:
+    """What a placeholder stands for.
+
+    Attributes:
+        what: its name, for messages; ``cure``: how it would be there.
+        blank: a plain tensor of its shape and type, of NaN.
+        may_change: it may be written to in place; else a parameter, or what the traced step has not changed.
+        version, before: of a parameter, when it was shown, and when its ``data`` was first asked for.
+    """
+
+    absence: Absence
+    what: str
+    cure: str
+    blank: Tensor
+    may_change: bool = False
+    version: int = 0
+    before: Tensor | None = None
+
+    def stand_in(self) -> "Placeholder":
+        """A placeholder in the memory of ``blank``."""
+        return _marked(self.blank, self)
+
+    def refuse_read(self) -> NoReturn:
+        """Stop who reads what is not here."""
+        raise AbsentValueError(
+            f"{self.what} is read where it was not when the step was learnt from its first batch, and is not kept until then; let "
+            f"the first batch read it there, too (times 0, if need be), or use {self.cure}"
+        )
+
+    def refuse_change(self) -> NoReturn:
+        """Stop who changes it."""
+        raise AbsentValueError(
+            f"the step changes {self.what}, of which a stage has a copy only while it is computed: the change would be lost. "
+            f"Change it in a hook between batches (on_train_batch_start), make it a buffer, or use {self.cure}"
+        )
+
+
+class Placeholder(Tensor):
+    """A tensor of NaN that knows what it stands for; so does what is computed from it."""
+
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        given = list(_tensors((args, kwargs)))
+        source = next((vars(t)[_SOURCE] for t in given if isinstance(t, cls) and _SOURCE in vars(t)), None)
+        name = operator_name(func)
+        is_free = name in VALUE_FREE
+        if source is not None and not is_free:
+            _judge(source, func, name, args, kwargs)
+        with without_torch_dispatch():
+            output = func(*args, **kwargs)
+        return output if is_free or source is None else _carried(output, source, {id(t) for t in given})
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """In place of what would tell Python a value past all operators."""
+        source: Source = vars(self)[_SOURCE]
+        source.refuse_read()
+
+    tolist = numpy = __array__ = refuse
+
+    @property
+    def data(self) -> Tensor:
+        """Another placeholder for the same, outside of autograd."""
+        source: Source = vars(self)[_SOURCE]
+        with without_torch_dispatch():
+            return _marked(self.detach(), source)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        source: Source = vars(self)[_SOURCE]
+        source.refuse_change()
+
+    def __format__(self, spec: str) -> str:
+        return self.refuse() if spec else repr(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        source: Source | None = vars(self).get(_SOURCE)
+        return f"Placeholder({'' if source is None else source.what}, shape={tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor of NaN in the memory of a placeholder; any other tensor itself."""
+    if not isinstance(tensor, Placeholder):
+        return tensor
+    with without_torch_dispatch():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def _marked(tensor: Tensor, source: Source) -> Placeholder:
+    found = tensor.as_subclass(Placeholder)
+    vars(found)[_SOURCE] = source
+    return found
+
+
+def _judge(source: Source, func: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Stop an operation that makes a placeholder's value count."""
+    if name in TO_PYTHON or any(tag in func.tags for tag in SHAPED_BY_VALUES):
+        source.refuse_read()
+    for value in written_arguments(func, args, kwargs):
+        for tensor in _tensors(value):
+            if isinstance(tensor, Placeholder) and _address(tensor) == _address(source.blank) and not source.may_change:
+                source.refuse_change()
+    if source.absence.counts and computes(func):
+        source.refuse_read()
+
+
+def _carried(output: Any, source: Source, given: set[int]) -> Any:
+    """``output`` with a placeholder in place of each new tensor."""
+    if isinstance(output, Tensor):
+        return output if id(output) in given else _marked(output, source)
+    if isinstance(output, (list, tuple)):
+        return type(output)(_carried(each, source, given) for each in output)
+    return output
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+
+
+def _bytes(parameter: nn.Parameter) -> Tensor:
+    return _GET_DATA(parameter).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter whose value is elsewhere: operations see a placeholder."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS_NO_VALUE:
+            with without_torch_functions():
+                return func(*args, **kwargs)
+        if func == _SET_DATA:
+            _source_of(args[0]).refuse_change()
+        if func in _PAST_OPERATORS:
+            _source_of(args[0]).refuse_read()
+        if func == _GET_DATA:
+            return _source_of(args[0]).stand_in()
+        return func(*_seen(args), **_seen(kwargs))
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """In place of what would copy a value that is not here."""
+        _source_of(self).refuse_read()
+
+    __deepcopy__ = __reduce_ex__ = refuse
+
+
+class HeldParameter(nn.Parameter):
+    """A parameter whose value is here for a while, and must stay as it is: its ``data``, whose changes torch does not count, is
+    noted when it is asked for."""
+
+    @property
+    def data(self) -> Tensor:
+        source: Source | None = vars(self).get(_SOURCE)
+        if source is not None and source.before is None:
+            source.before = _bytes(self).clone()
+        return _GET_DATA(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        source: Source | None = vars(self).get(_SOURCE)
+        if source is not None:
+            source.refuse_change()
+        _SET_DATA(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = nn.Parameter(_GET_DATA(self).clone(), self.requires_grad)
+        return copied
+
+
+for _class in (AbsentParameter, HeldParameter):
+    _class.__name__ = _class.__qualname__ = "Parameter"  # what people print
+
+
+def _source_of(parameter: Tensor) -> Source:
+    source: Source = vars(parameter)[_SOURCE]
+    return source
+
+
+def _seen(value: Any) -> Any:
+    """``value`` with placeholders in place of absent parameters."""
+    if isinstance(value, AbsentParameter):
+        source: Source | None = vars(value).get(_SOURCE)
+        with without_torch_functions():
+            return value.detach() if source is None else source.stand_in().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _seen(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(*map(_seen, value)) if hasattr(value, "_fields") else type(value)(map(_seen, value))
+    return value

@@ -1,0 +1,124 @@
+"""Placeholders stop who computes with them where it counts, carry their names along, and leave the rest alone."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_holmes.comm.absent import Absence, Placeholder, Source, plain
+from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.errors import AbsentValueError
+
+
+def made(like: Tensor, what: str = "it") -> tuple[Absence, Source]:
+    absence = Absence()
+    return absence, Source(absence=absence, what=what, cure="num_chunks=1", blank=placeholder(like))
+
+
+def test_what_is_computed_from_a_placeholder_is_one_until_it_counts() -> None:
+    absence, source = made(torch.empty(2, 3))
+    real, blank = torch.ones(2, 3), source.stand_in()
+    derived = [
+        2 * blank,
+        real @ blank.t(),
+        torch.cat([real, blank]),
+        blank[0],
+        blank.data,
+        *torch.stack([real, blank]).unbind()[1:],
+    ]
+    derived += torch._foreach_add([blank, blank], 1.0)
+    assert all(type(each) is Placeholder and bool(plain(each).isnan().any()) for each in derived)
+    shaped = [torch.zeros_like(blank), blank.new_ones(2), real.expand_as(blank), real.to(blank), real.view_as(blank)]
+    assert all(type(each) is Tensor for each in shaped)
+    assert blank.shape == (2, 3) and blank.dtype == torch.float32 and len(blank) == 2 and "it" in repr(blank)
+    weight = nn.Parameter(torch.ones(3))
+    assert (weight * derived[0]).requires_grad
+    assert type(copy.deepcopy(blank)) is Tensor and type(pickle.loads(pickle.dumps(blank))) is Tensor
+    absence.counts = True
+    assert type(derived[0].view(3, 2)) is Placeholder, "nobody has computed with it yet"
+    for each in derived:
+        with pytest.raises(AbsentValueError, match=r"^it is read where it was not .* num_chunks=1$"):
+            each + 1
+
+
+READS: list[Callable[[Any], Any]] = [
+    bool,
+    float,
+    Tensor.item,
+    lambda blank: blank.tolist(),
+    lambda blank: blank.numpy(),
+    Tensor.nonzero,
+    lambda blank: "yes" if blank.norm() > 1 else "no",
+    lambda blank: f"{blank:.2f}",
+    lambda blank: torch.equal(blank, torch.ones(())),
+    lambda blank: torch.ones(3)[blank > 0],
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_python_is_told_no_value(read: Callable[[Any], Any]) -> None:
+    _, source = made(torch.empty(()))
+    with pytest.raises(AbsentValueError, match="it is read"):
+        read(source.stand_in() * 2)
+
+
+def test_a_parameter_stays_the_object_that_it_is() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    absence, source = made(parameter.detach())
+    module = nn.Module()
+    module.weight = parameter
+    absence.hide(parameter, source)
+    assert (
+        module.weight is parameter and isinstance(parameter, nn.Parameter) and type(parameter).__name__ == "Parameter"
+    )
+    assert parameter.shape == (3,) and parameter.requires_grad and parameter.grad is None
+    parameter.grad = torch.ones(3)
+    product = parameter * 2
+    assert type(product) is Placeholder and product.requires_grad
+    for change in (lambda: parameter.detach().clamp_(0), lambda: setattr(parameter, "data", torch.ones(3))):
+        with pytest.raises(AbsentValueError, match="the step changes it"):
+            change()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(AbsentValueError, match="it is read"):
+            copied(module)
+    absence.clear()
+    assert type(parameter) is nn.Parameter and vars(parameter) == {}
+    assert (parameter * 2).sum() == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.detach().mul_(2),
+        lambda p: p.data.mul_(2),
+        lambda p: setattr(p, "data", torch.zeros(3)),
+        lambda p: p.data[0].zero_(),
+    ],
+)
+def test_a_parameter_that_is_here_for_a_while_is_left_as_it_was(change: Callable[[Any], Any]) -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, float("nan"), -0.0]))
+    absence, source = made(parameter.detach())
+    absence.show(parameter, source)
+    assert type(parameter * 2) is Tensor and parameter.data[0] == 1
+    copied = copy.deepcopy(parameter)
+    assert type(copied) is nn.Parameter and copied[0] == 1
+    absence.check(parameter)  # which has been read, and not changed
+    with pytest.raises(AbsentValueError, match="the step changes it, of which a stage has a copy"):
+        change(parameter)
+        absence.check(parameter)
+
+
+def test_classes_of_the_users_own_are_left_alone() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    parameter = Own(torch.ones(2))
+    absence, source = made(parameter.detach())
+    absence.hide(parameter, source)
+    absence.show(parameter, source)
+    absence.check(parameter)
+    assert type(parameter) is Own

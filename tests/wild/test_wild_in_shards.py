@@ -1,0 +1,149 @@
+"""Each module of wild_modules.py with its parameters in shards, on one replica and as many stages as it allows: exact or refused.
+
+Baseline: the plain loop of test_wild_modules.py; where random numbers are drawn, or the table refuses a module between ranks, the same stages
+with whole parameters. Tolerances are those there.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from wild.test_wild_modules import plain_loop
+from wild.wild_modules import CASES, Case
+
+from lightning_holmes.checking import first_step, simulated_pipeline
+from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.errors import HolmesError
+from lightning_holmes.optim.exchange import Layered
+from lightning_holmes.optim.layered import LayeredReducer
+from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.parameters import StageParameters
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+
+CPU = torch.device("cpu")
+REFUSED = {
+    "MaxNorm": "the step changes layers.0.linear",
+    "EmbeddingMaxNorm": "the step changes embed.weight",
+    "MeanTeacher": "the step changes teacher",
+    "OwnBackward": "or the step calls backward itself",
+}
+"""Refused in shards; what the table of wild_modules.py refuses may run here, on one rank, and must be exact then."""
+
+
+def stages(structure: ModuleStructure) -> Partition:
+    """As many as lose no value on one rank."""
+    cuts = structure.forbidden_cuts(one_rank=True)
+    free = [] if structure.early_changes else [p for p in range(structure.num_layers - 1) if p not in cuts]
+    ends = [*(point + 1 for point in free), structure.num_layers]
+    return Partition(tuple(end - start for start, end in zip([0, *ends], ends, strict=False)))
+
+
+def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
+    """Output and gradients of a training step."""
+    module, batch = case.make()
+    splitter, count = BatchSplitter(), case.options.get("num_microbatches", 2)
+    with first_step.attached(module):
+        structure: ModuleStructure | None = None
+        partition = Partition((1,))
+        try:
+            structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
+            partition = stages(structure)
+        except Exception:  # as in a run on one rank: it runs whole
+            structure, partition = None, Partition((1,))
+        chunks = partition.num_stages
+        schedule = "breadth_first" if chunks > 1 else "1f1b"
+        cast = simulated_pipeline._SimulatedPipeline(module, structure, partition, 1, schedule, chunks, splitter)
+        (driver,) = cast.drivers
+        if not in_shards:
+            cast.run("training_step", batch, count)
+            return cast.results[0].output, {n: g for n, g in cast.gradients().items() if g is not None}
+        layered, shards, reducer = exchange_of(driver.pipeline)
+        own = driver.run_in_turn
+        driver.run_in_turn = lambda request: own(dataclasses.replace(request, exchange=layered))  # type: ignore[method-assign]
+        try:
+            reducer.begin(last=True)
+            cast.run("training_step", batch, count)
+            reducer.end()
+            reducer.finish(last=True)
+            reached = reducer.reached()
+            found = {
+                name: view
+                for part in shards.parts
+                if part.gradient is not None
+                for name, view in part.views(part.gradient).items()
+                if name in reached
+            }
+        finally:
+            reducer.close()
+        assert all(type(p) is torch.nn.Parameter for p in shards.parameters.values())
+        return cast.results[0].output, found
+
+
+def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
+    parameters, queue = StageParameters.of(pipeline, lambda stage: 0), make_comm_queue(CPU)
+    shards = StageShards(
+        parameters.by_name,
+        stages=pipeline.stages,
+        stages_of=parameters.stages_of,
+        shared={},
+        size=1,
+        rank=0,
+        queue=queue,
+        gather=lambda tensor: None,
+        absence=pipeline.absence,
+        notices_reads=pipeline.notices_reads,
+    )
+    shards.lay_out(by_elements=True)
+    alone = ProcessGroups(
+        pipeline_rank=0,
+        data_parallel_rank=0,
+        pipeline=None,
+        data_parallel=None,
+        p2p=None,
+        builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+    )
+    reducer = LayeredReducer(
+        shards,
+        alone,
+        Placement(((0,),)),
+        CPU,
+        stages=pipeline.stages,
+        shared=[],
+        dtype=None,
+        queue=queue,
+        collective=None,
+    )
+    return Layered(shards, reducer, SimpleNamespace(prepare=lambda: None)), shards, reducer  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
+def test_exact_or_refused_in_shards(case: Case) -> None:
+    try:
+        output, found = run(case, in_shards=True)
+    except Exception as error:
+        reason = REFUSED.get(case.name)
+        if reason is None:
+            assert case.refused, f"not in the table: {type(error).__name__}: {error}"
+        else:
+            assert isinstance(error, HolmesError) and reason in str(error)
+        return
+    assert case.name not in REFUSED
+    if case.random or case.refused:
+        whole, expected = run(case, in_shards=False)
+        loss = float(whole["loss"] if isinstance(whole, dict) else whole)
+    else:
+        module, batch = case.make()
+        loss, expected, _ = plain_loop(module, batch, case.options.get("num_microbatches", 2))
+    assert float(output["loss"] if isinstance(output, dict) else output) == pytest.approx(loss, rel=1e-5)
+    assert set(expected) <= set(found)
+    scale = max((float(g.abs().max()) for g in expected.values()), default=1.0)
+    for name, gradient in found.items():
+        want = expected.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
