@@ -204,6 +204,8 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
     and tell how it ended. Returns, in a forked process, what it is to do."""
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # an extra; half a second in each worker that has a model of its
+        importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
     workers: dict[int, Path] = {}
     clients: dict[socket.socket, int] = {}
