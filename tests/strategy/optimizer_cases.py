@@ -84,7 +84,7 @@ def case_optimizers(setting: Setting) -> Any:
     found = {}
     for name, make in choices.items():
         try:
-            found[name] = train(setting, make, max_epochs=1)["weights"]
+            found[name] = train(setting, make, max_epochs=1, limit_val_batches=0)["weights"]
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
             raise RuntimeError(f"{name}: {error}") from error
@@ -144,7 +144,7 @@ def case_averages(setting: Setting) -> Any:
         "swa": lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2),
     }
     for name, callback in made.items():
-        keep = ModelCheckpoint(setting.folder / name, save_last=True, every_n_epochs=1)
+        keep = ModelCheckpoint(setting.folder / name, save_last=True, every_n_epochs=2)
         found[name] = train(
             setting, None, Classifier, max_epochs=4, callbacks=[callback(), keep], enable_checkpointing=True
         )
