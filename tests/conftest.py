@@ -51,6 +51,11 @@ LONGEST = (
     "parity1",
     "testbed_faults",
     "strategy_pipeline",
+    "hooks",
+    "optimizer_nodes",
+    "sharded_parameters",
+    "checkpoint_matrix",
+    "large_models",
 )
 """Groups whose tests run one after the other, each for minutes: begun first, or all would wait for the last of them."""
 

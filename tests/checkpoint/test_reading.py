@@ -87,6 +87,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
+@pytest.mark.xdist_group("checkpoint_reading")
 def test_load_from_checkpoint_reads_the_best_models_folder_as_it_reads_a_file(paths: list[str]) -> None:
     ours, plain = (Net.load_from_checkpoint(path) for path in paths)
     assert ours.hparams == plain.hparams == {"width": 6, "scale": None} and ours.seen == plain.seen == 8
@@ -97,6 +98,7 @@ def test_load_from_checkpoint_reads_the_best_models_folder_as_it_reads_a_file(pa
         Net.load_from_checkpoint("nowhere.ckpt")
 
 
+@pytest.mark.xdist_group("checkpoint_reading")
 @pytest.mark.parametrize(
     "place", ["meta", torch.device("meta"), {"cpu": "meta"}, lambda s, _: torch.empty(0, device="meta")]
 )
@@ -107,6 +109,7 @@ def test_map_location_says_where_everything_goes(paths: list[str], place: Any) -
     assert len({id(moved["state_dict"][name]) for name in ("layers.0.weight", "tied.weight")}) == 1
 
 
+@pytest.mark.xdist_group("checkpoint_reading")
 def test_another_strategys_run_goes_on_from_a_folder_as_from_a_file(paths: list[str], tmp_path: Path) -> None:
     ours, plain = (fit(tmp_path / str(n), "auto", epochs=2, ckpt_path=path) for n, path in enumerate(paths))
     assert ours.global_step == plain.global_step == 16
@@ -121,6 +124,7 @@ def test_hyperparameters_of_ones_own_classes_need_trust_as_in_a_file(tmp_path: P
     assert isinstance(Net.load_from_checkpoint(path, weights_only=False).hparams["scale"], Scale)
 
 
+@pytest.mark.xdist_group("checkpoint_reading")
 def test_what_was_cut_off_is_named(paths: list[str], tmp_path: Path) -> None:
     torn = tmp_path / "torn.ckpt"
     torn.mkdir()

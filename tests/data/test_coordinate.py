@@ -31,6 +31,7 @@ def trained():
     return launch(4, "coordinate_workers:run", timeout_s=150)
 
 
+@pytest.mark.xdist_group("coordinate")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stages_agree_and_replicas_share_the_samples(trained, num_workers):
     """Two stages, two replicas. Baseline: a plain loop over both replicas' batches together; 1e-6."""
@@ -50,6 +51,7 @@ def test_stages_agree_and_replicas_share_the_samples(trained, num_workers):
         torch.testing.assert_close(results[num_workers // 2][1], dict(module.named_parameters()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.xdist_group("coordinate")
 def test_going_by_the_rank_is_refused_with_the_cure(trained):
     errors = [error for _, _, error in trained]
     assert all(errors), errors

@@ -71,6 +71,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any, Any], found: Records) -> None:
     expected, ranks = plain[case.optimizer, case.option], found[str(case)]
@@ -80,6 +81,7 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any,
     assert_same(ranks[0]["states"], expected["states"])
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit_for_bit(
     optimizer: str, found: Records
@@ -89,12 +91,14 @@ def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit
         assert all(torch.equal(eager[name], aggregated[name]) for name in eager)
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 def test_the_way_to_a_node_of_another_cluster_is_measured(found: Records) -> None:
     for (choice,) in found["choices"]:
         assert set(choice.seconds) == {"star", "aggregator"} and choice.collective in choice.seconds
         assert choice.reason.startswith("the fastest") and choice.ranks == (0, 1)
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 def test_a_step_whose_gradients_overflow_is_left_out(folder: Path, found: Records) -> None:
     expected = run_scaled(folder)
     assert expected["overflows"]["scale"] < 2.0**40
@@ -103,6 +107,7 @@ def test_a_step_whose_gradients_overflow_is_left_out(folder: Path, found: Record
         assert_same(fit["weights"], expected[name]["weights"])
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize(("source", "target"), [(source, target) for source in RESUMED for target in RESUMED[source]])
 def test_a_checkpoint_is_resumed_with_and_without_nodes(
     source: str, target: str, plain: dict[Any, Any], found: Records
@@ -111,6 +116,7 @@ def test_a_checkpoint_is_resumed_with_and_without_nodes(
         assert_same(weights, plain["two epochs"])
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Path, found: Records) -> None:
     """Nodes update a layer as soon as they have its gradients: where the backward fails they hold layers of two steps."""
     saved, expected = found["raises in forward"][0], save_on_exception(folder, "forward")
@@ -123,6 +129,7 @@ def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Pat
     assert ["is not saved" in words for words in said] == [True, True]
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("name", ["early", "after"])
 def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: Path, found: Records) -> None:
     """ "folder" is written while training goes on, of units in memory, "disk" is not; the values are the same, bit for bit."""
@@ -140,6 +147,7 @@ def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: 
         assert ("__0_0.distcp" in files) == (name == "after"), "a worker has values of its own after the run"
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("source", ["file", "file-after"])
 def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: dict[Any, Any], found: Records) -> None:
     module = build()
@@ -147,6 +155,7 @@ def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: d
     assert_same(state_of(module), plain["two epochs"])
 
 
+@pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize(
     ("why", "reason"),
     [

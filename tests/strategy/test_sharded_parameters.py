@@ -25,6 +25,7 @@ from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.checkpoint.manifest import Manifest
 
+pytestmark = pytest.mark.xdist_group("sharded_parameters")
 SOURCES = ("folder", "folder-after", "file", "plain")
 
 

@@ -1,0 +1,60 @@
+"""Tests that share a launch run in one worker of xdist: without an xdist_group each worker would launch it anew, and nothing says so."""
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+LAUNCHES = {"launch", "launch_raw", "run_cases", "run_fits"}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def arguments_of(function: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in function.args.args}
+
+
+def has(nodes: Iterable[ast.AST], word: str) -> bool:
+    return any(word in ast.unparse(node) for node in nodes)
+
+
+def ungrouped(source: str) -> list[str]:
+    """The tests of a file that use a fixture of its own which launches, once a module or session, or one that uses such; and have no group."""
+    body = ast.parse(source).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    kept = [f for f in functions if has(f.decorator_list, "scope='module'") or has(f.decorator_list, "scope='session'")]
+    launching = {f.name for f in kept if names_in(f) & LAUNCHES}
+    while more := {f.name for f in kept if arguments_of(f) & launching} - launching:
+        launching |= more
+    if has((node for node in body if isinstance(node, ast.Assign) and "pytestmark" in names_in(node)), "xdist_group"):
+        return []
+    tests = [f for f in functions if f.name.startswith("test_") and arguments_of(f) & launching]
+    return [f.name for f in tests if not has(f.decorator_list, "xdist_group")]
+
+
+def test_tests_that_share_a_launch_are_of_one_group() -> None:
+    found = {str(path.relative_to(TESTS)): ungrouped(path.read_text()) for path in sorted(TESTS.rglob("test_*.py"))}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_a_test_without_a_group_is_named() -> None:
+    source = """
+@pytest.fixture(scope="module")
+def ranks():
+    return launch(2, "cases:run")
+
+@pytest.fixture(scope="module")
+def first(ranks):
+    return ranks[0]
+
+def test_of_one(first): ...
+
+@pytest.mark.xdist_group("cases")
+def test_of_all(ranks): ...
+
+def test_alone(tmp_path): ...
+"""
+    assert ungrouped(source) == ["test_of_one"]
+    assert ungrouped('pytestmark = pytest.mark.xdist_group("cases")\n' + source) == []
