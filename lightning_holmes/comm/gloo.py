@@ -117,7 +117,7 @@ def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:
     """
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=group, tag=_NEVER_SENT)
-    except RuntimeError as error:
+    except Exception as error:  # such as that there is no group any more
         return is_lost(error)
     return False
 

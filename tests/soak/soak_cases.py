@@ -131,6 +131,7 @@ def run(options: dict[str, Any]) -> str:
     rank, folder = int(os.environ["RANK"]), Path(options["folder"])
     if "SOAK_NAMESPACE" in os.environ:
         place = (os.environ[f"SOAK_{what}"] for what in ("NAMESPACE", "HOSTS_FILE"))
+        # without a group of processors of its own
         enter.enter("/dev/null", next(place), os.getppid(), os.environ["HOLMES_HOST_NAME"], next(place))
     if "snapshots" in options:
         see_folder_of_host(options["memory_of_rank"][rank], options["snapshots"])
