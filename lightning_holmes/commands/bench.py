@@ -301,9 +301,11 @@ def run_contender(
 
         def of_host(host: str) -> dict[str, str]:
             ethernet = {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
-            far = {FAR_END: f"{bed.layout.host(following[host]).ethernet.address}:{DEFAULT_PORT}"}
+            far = {}
+            if contender.exchanged:
+                far = {FAR_END: f"{bed.layout.host(following[host]).ethernet.address}:{DEFAULT_PORT}"}
             cluster = {"HOLMES_CLUSTER": clusters[host]} if host in clusters else {}
-            return ethernet | cluster | (far if contender.exchanged else {})
+            return ethernet | cluster | far
 
         with _beside(bed, contender, job, env=secret, host_env=of_host, timeout_s=timeout_s, echo=echo) as found:
             results = bed.torchrun(
