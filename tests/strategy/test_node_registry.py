@@ -10,6 +10,7 @@ from launch import free_port
 from torch import nn
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.node import server
 from lightning_holmes.optim.node.description import UnitLayout, describe_module, describe_optimizer
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -65,14 +66,25 @@ def test_a_node_waits_for_a_job_that_is_started_again(
 ) -> None:
     for name, value in (("MAX_RESTARTS", "1"), ("RESTART_COUNT", "0")) if torchrun else ():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    made: list[server.NodeServer] = []
+
+    class Noted(server.NodeServer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(server, "NodeServer", Noted)
     port = free_port()
     code = node(port, again_s=again_s)
     first = registry(port)
-    (told,) = first.wait()
+    told = first.wait()
     first.ending = (1, torchrun)
     first.end()
     again = registry(port)
-    assert again.wait()[0]["address"] != told["address"], "it serves nobody of the first attempt any more"
+    told += again.wait()
+    assert [entry["address"] for entry in told] == [each.address for each in made], (
+        "it serves nobody of the first attempt any more"
+    )
     again.end()
     assert code() == 0
 
