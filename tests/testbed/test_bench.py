@@ -35,13 +35,13 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(400)
 def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 blind holmes --timeout 120 --timeline --output {tmp_path / 'out'}"
+    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp-fp16 sockets-once blind holmes --timeout 120 --timeline --output {tmp_path / 'out'}"
     bench.main(arguments.split())
     shown = capsys.readouterr().out
     data = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert arguments in data["command"] and data["hardware"] and data["commit"]
-    floor, ddp, blind, holmes = data["results"]
+    floor, ddp, sockets, blind, holmes = data["results"]
     assert [len(steps) for steps in floor["rank_steps_s"]] == [6, 6], "first and last, three steps each"
     assert [len(steps) for steps in ddp["rank_steps_s"]] == [3, 3]
     assert floor["share"] == 1 and ddp["share"] == pytest.approx(floor["step_s"] / ddp["step_s"])
@@ -49,6 +49,8 @@ def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pyte
     # A ring of two sends each gradient once in a step, here as two bytes, and some for headers and acknowledgements.
     gradients = 2 * Workload(hidden_size=64, num_layers=2, num_heads=2).num_parameters
     assert gradients < ddp["ethernet_bytes"] < 1.2 * gradients and ddp["fast_bytes"] < 2000
+    # half of four bytes a parameter
+    assert gradients < sockets["ethernet_bytes"] < 1.2 * gradients, sockets
     # two hosts in two clusters are a pipeline: what crosses are activations, not gradients
     assert holmes["share"] == pytest.approx(floor["step_s"] / holmes["step_s"])
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000

@@ -38,31 +38,39 @@ class BareSockets(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connect, once for each direction."""
         if self._port is not None:
-            threading.Thread(target=serve, args=(("", self._port), 1), daemon=True).start()
+            self._serving = threading.Thread(target=serve, args=(("", self._port), 1), daemon=True)
+            self._serving.start()
         host, _, port = os.environ[FAR_END].rpartition(":")
         self._out, self._in = (connect((host, int(port))) for _ in range(2))
         self._threads = ThreadPoolExecutor(2)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """End a step, and begin the next one."""
+        """Begin a step."""
         if batch_idx % self._batches == 0:
-            self._wait()
             sent, received = self._num_bytes
             self._works = [
                 self._threads.submit(send, self._out, sent),
                 self._threads.submit(ask, self._in, received),
             ]
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End it."""
+        if (batch_idx + 1) % self._batches == 0:
+            for work in self._works:
+                work.result()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last step ends; the other end is told by the closed connections."""
-        self._wait()
+        """The other end is told by the closed connections."""
         self._threads.shutdown()
         self._out.close()
         self._in.close()
 
-    def _wait(self) -> None:
-        for work in self._works:
-            work.result()
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The process before this one may have a step to go."""
+        if self._port is not None:
+            self._serving.join()
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
@@ -80,9 +88,14 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 def send(connection: socket.socket, num_bytes: int) -> None:
-    """So many bytes, which the other end throws away."""
+    """So many bytes, which the other end throws away, and says when it has them.
+
+    Raises:
+        ConnectionError: the other end is gone.
+    """
     connection.sendall(_ORDER.pack(True, num_bytes))
     give(connection, num_bytes)
+    take(connection, 1)
 
 
 def ask(connection: socket.socket, num_bytes: int) -> None:
@@ -135,6 +148,8 @@ def _follow(connection: socket.socket) -> None:
         while order := connection.recv(_ORDER.size, socket.MSG_WAITALL):
             takes, num_bytes = _ORDER.unpack(order)
             (take if takes else give)(connection, num_bytes)
+            if takes:
+                connection.sendall(b".")
 
 
 if __name__ == "__main__":

@@ -113,10 +113,10 @@ def main(name: str, folder: Path) -> None:
     strategy, callbacks = contender.make_strategy(job), list[Callback]([clock])
     if any(contender.carried):
         num_bytes = [passes * 4 * workload.num_parameters for passes in contender.carried]
-        callbacks.insert(0, BareSockets(*num_bytes, batches=accumulated))  # before the clock looks
+        callbacks.append(BareSockets(*num_bytes, batches=accumulated))  # begins after the clock has looked
     if contender.exchanged:
         sent = contender.exchanged * 4 * workload.num_parameters * (job.world_size - 1) // job.world_size
-        callbacks.insert(0, BareSockets(sent, 0, batches=accumulated, port=DEFAULT_PORT))
+        callbacks.append(BareSockets(sent, 0, batches=accumulated, port=DEFAULT_PORT))
     if json.loads((folder / "job.json").read_text())["timeline"] and isinstance(strategy, HolmesStrategy):
         callbacks.append(TimelineMonitor(file=TIMELINE))
     trainer = Trainer(
