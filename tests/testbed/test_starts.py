@@ -31,6 +31,7 @@ def test_ten_starts_choose_plans_that_are_as_fast_as_the_fastest(tmp_path: Path)
             result = bench.run_contender(bed, CONTENDERS[name], job, timeout_s=300, verbose=False)
             assert result.problem is None and result.step_s is not None, result.problem
             plan = result.plans[0].partition(";")[0] if result.plans else name
+            plan = plan.replace("zero_bubble", "1f1b")  # each run tries by itself whether split backwards are faster
             print(f"{result.step_s:.2f} s a step: {plan}", flush=True)
             return plan, result.step_s
 
