@@ -73,8 +73,9 @@ READS_NO_VALUE = {
 
 _SOURCE = "_holmes_source"
 """The attribute of a parameter that says what it is in a step."""
-_PAST_OPERATORS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+"""Functions that tell Python values past all operators."""
+GET_DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Absence:
@@ -271,7 +272,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(parameter: nn.Parameter) -> Tensor:
-    return _GET_DATA(parameter).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
+    return GET_DATA(parameter).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
 
 
 class AbsentParameter(nn.Parameter):
@@ -283,11 +284,11 @@ class AbsentParameter(nn.Parameter):
         if func in READS_NO_VALUE:
             with without_torch_functions():
                 return func(*args, **kwargs)
-        if func == _SET_DATA:
+        if func == SET_DATA:
             _source_of(args[0]).refuse_change()
-        if func in _PAST_OPERATORS:
+        if func in READ_BY_PYTHON:
             _source_of(args[0]).refuse_read()
-        if func == _GET_DATA:
+        if func == GET_DATA:
             return _source_of(args[0]).stand_in()
         return func(*_seen(args), **_seen(kwargs))
 
@@ -307,17 +308,17 @@ class HeldParameter(nn.Parameter):
         source: Source | None = vars(self).get(_SOURCE)
         if source is not None and source.before is None:
             source.before = _bytes(self).clone()
-        return _GET_DATA(self)  # type: ignore[no-any-return]
+        return GET_DATA(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         source: Source | None = vars(self).get(_SOURCE)
         if source is not None:
             source.refuse_change()
-        _SET_DATA(self, value)
+        SET_DATA(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        memo[id(self)] = copied = nn.Parameter(_GET_DATA(self).clone(), self.requires_grad)
+        memo[id(self)] = copied = nn.Parameter(GET_DATA(self).clone(), self.requires_grad)
         return copied
 
 

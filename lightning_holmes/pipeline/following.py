@@ -14,14 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_holmes.comm.absent import SHAPED_BY_VALUES, TO_PYTHON, VALUE_FREE
+from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, SHAPED_BY_VALUES, TO_PYTHON, VALUE_FREE
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
 
-_READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Follower(Protocol):
@@ -138,7 +136,7 @@ class FollowPython(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self.tracer
-        if func in _READ_BY_PYTHON and args:
+        if func in READ_BY_PYTHON and args:
             _read_by_python(tracer, tracer.taint_of(tree.tensors_of(args[0])))
         elif func in (torch.autograd.backward, Tensor.backward):
             self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
@@ -152,7 +150,7 @@ class FollowPython(TorchFunctionMode):
                 "reads .grad of a parameter",
                 "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
             )
-        elif func == _SET_DATA:
+        elif func == SET_DATA:
             tracer.refuse_parameter_write(args[0])
         return func(*args, **(kwargs or {}))
 

@@ -1,14 +1,13 @@
 """One rank's exchange, reducer and host against plain accumulation and torch's own clipping. Replicas: tests/parity."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from groups_alone import ALONE
 from torch import Tensor, nn
 
-from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import AnomalyError
 from lightning_holmes.optim.elementwise import test_separability as separability_of
 from lightning_holmes.optim.exchange import Replicated, ShardedStates
@@ -20,14 +19,6 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.placement import Placement
 
 CPU = torch.device("cpu")
-ALONE = ProcessGroups(
-    pipeline_rank=0,
-    data_parallel_rank=0,
-    pipeline=None,
-    data_parallel=None,
-    p2p=None,
-    builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-)
 STAGES = {"0": 0, "2": 1}  # of a module of two layers with something between
 
 

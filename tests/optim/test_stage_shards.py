@@ -1,14 +1,13 @@
 """StageShards and LayeredReducer by hand, on one replica; several are tests/parity's and tests/strategy/test_sharded_parameters.py's."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
+from groups_alone import ALONE
 from torch import Tensor, nn
 
 from lightning_holmes.comm.absent import plain
-from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.stage_buffers import StageBuffers
@@ -187,17 +186,9 @@ def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between()
 
 
 def reducer_of(shards: StageShards, queue: InlineQueue, dtype: torch.dtype | None = torch.float32) -> LayeredReducer:
-    alone = ProcessGroups(
-        pipeline_rank=0,
-        data_parallel_rank=0,
-        pipeline=None,
-        data_parallel=None,
-        p2p=None,
-        builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-    )
     return LayeredReducer(
         shards,
-        alone,
+        ALONE,
         Placement(((0,),)),
         CPU,
         stages=(0, 1, 2),

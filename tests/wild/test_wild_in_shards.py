@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from groups_alone import ALONE
 from torch import Tensor
 from wild.test_wild_modules import plain_loop
 from wild.wild_modules import CASES, Case
 
 from lightning_holmes.checking import first_step, simulated_pipeline
-from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.optim.exchange import Layered
@@ -101,17 +101,9 @@ def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
         notices_reads=pipeline.notices_reads,
     )
     shards.lay_out(by_elements=True)
-    alone = ProcessGroups(
-        pipeline_rank=0,
-        data_parallel_rank=0,
-        pipeline=None,
-        data_parallel=None,
-        p2p=None,
-        builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-    )
     reducer = LayeredReducer(
         shards,
-        alone,
+        ALONE,
         Placement(((0,),)),
         CPU,
         stages=pipeline.stages,

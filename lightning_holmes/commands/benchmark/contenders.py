@@ -172,6 +172,11 @@ def why_not_staged(job: BenchmarkJob) -> str | None:
     return None if len(job.topology.clusters) == 2 else "needs two clusters"
 
 
+def why_not_exchanged(job: BenchmarkJob) -> str | None:
+    """Processes of one host would listen on one port."""
+    return None if job.processes_per_host == 1 else "needs one process a host"
+
+
 def in_order(job: BenchmarkJob) -> list[str]:
     """Rank 0 on the first host: optimizer nodes are told where it is."""
     return [host.name for host in job.topology.hosts]
@@ -226,6 +231,14 @@ _holmes = functools.partial(Contender, accumulates=False, gloo_on_ethernet=False
 """This package cuts a batch itself, and finds cards itself."""
 _with_nodes = functools.partial(_holmes, node_order=in_order)
 """Likewise, with optimizer nodes."""
+_BESIDE = "no communication, beside bare sockets that carry"
+_bare_sockets = functools.partial(
+    Contender,
+    make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
+    alone=True,
+    node_order=in_order,
+)
+"""A control: each process trains by itself beside so many bytes."""
 
 _ALL = (
     # no way of training on these hosts computes less, and none waits less
@@ -326,28 +339,19 @@ _ALL = (
         optimizer_nodes=2,
         why_not=why_not_staged,
     ),
-    *(
-        Contender(
-            name=name,
-            title=f"no communication, beside bare sockets that carry P out and {said} in",
-            make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
-            alone=True,
-            carried=carried,
-            node_order=in_order,
-        )
-        for name, said, carried in (("sockets", "2 P", (1, 2)), ("sockets-kept", "P", (1, 1)))
+    _bare_sockets(name="sockets", title=f"{_BESIDE} P out and 2 P in", carried=(1, 2)),
+    _bare_sockets(name="sockets-kept", title=f"{_BESIDE} P out and P in", carried=(1, 1)),
+    _bare_sockets(
+        name="sockets-layered",
+        title=f"{_BESIDE} 3 P (D-1)/D to the next process",
+        exchanged=3,
+        why_not=why_not_exchanged,
     ),
-    *(
-        Contender(
-            name=name,
-            title=f"no communication, beside bare sockets that carry {said}P (D-1)/D to the next process",
-            make_strategy=lambda job: SingleDeviceStrategy(device="cpu"),
-            alone=True,
-            exchanged=passes,
-            node_order=in_order,
-            why_not=lambda job: None if job.processes_per_host == 1 else "needs one process a host",
-        )
-        for name, said, passes in (("sockets-layered", "3 ", 3), ("sockets-once", "", 1))
+    _bare_sockets(
+        name="sockets-once",
+        title=f"{_BESIDE} P (D-1)/D to the next process",
+        exchanged=1,
+        why_not=why_not_exchanged,
     ),
     _holmes(
         name="zero1",

@@ -1,0 +1,14 @@
+"""The groups of a process that has no others."""
+
+from types import SimpleNamespace
+
+from lightning_holmes.comm.mesh import ProcessGroups
+
+ALONE = ProcessGroups(
+    pipeline_rank=0,
+    data_parallel_rank=0,
+    pipeline=None,
+    data_parallel=None,
+    p2p=None,
+    builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+)
