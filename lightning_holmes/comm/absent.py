@@ -15,6 +15,7 @@ step that reads more than the traced one is stopped. What does not meet a placeh
 Parameters stay the objects that they are: their class tells of each operation, as torch's uninitialised ones do.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -99,9 +100,9 @@ class Absence:
         self._mark(parameter, source, HeldParameter)
 
     def _mark(self, parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter]) -> None:
-        ours = (nn.Parameter, AbsentParameter, HeldParameter)
-        if type(parameter) in ours:  # a class of the user's own stays what it is
-            parameter.__class__ = as_class
+        ordinary = _ordinary(type(parameter))
+        if issubclass(ordinary, nn.Parameter):
+            parameter.__class__ = _derived(as_class, ordinary)
             vars(parameter)[_SOURCE] = source
             self._marked[id(parameter)] = parameter
 
@@ -123,7 +124,7 @@ class Absence:
     def forget(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` an ordinary one."""
         if self._marked.pop(id(parameter), None) is not None:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = _ordinary(type(parameter))
             vars(parameter).pop(_SOURCE, None)
 
     def clear(self) -> None:
@@ -319,11 +320,25 @@ class HeldParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copied = nn.Parameter(GET_DATA(self).clone(), self.requires_grad)
+        copied.__class__ = _ordinary(type(self))
         return copied
 
 
-for _class in (AbsentParameter, HeldParameter):
+_MARKS = {AbsentParameter, HeldParameter}
+for _class in _MARKS:
     _class.__name__ = _class.__qualname__ = "Parameter"  # what people print
+
+
+@functools.cache
+def _ordinary(found: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class outside of a step of a parameter that is of class ``found``; perhaps one of the user's own."""
+    return next(c for c in found.__mro__ if _MARKS.isdisjoint(c.__mro__))
+
+
+@functools.cache
+def _derived(mark: type[nn.Parameter], ordinary: type[nn.Parameter]) -> type[nn.Parameter]:
+    """``mark`` for parameters of a class that may be the user's own, of which they remain instances."""
+    return mark if ordinary is nn.Parameter else type(ordinary.__name__, (mark, ordinary), {"__module__": __name__})
 
 
 def _source_of(parameter: Tensor) -> Source:

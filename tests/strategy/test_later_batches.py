@@ -113,6 +113,27 @@ def test_parameters_that_only_later_batches_read_are_refused_in_shards(name: str
     )
 
 
+class Named(nn.Parameter):
+    """A class of the user's own."""
+
+
+@pytest.mark.parametrize("name", ["a penalty", "a condition"])
+def test_parameters_of_a_class_of_ones_own_are_refused_likewise_and_keep_their_class(name: str, tmp_path: Path) -> None:
+    def make(term: Any = None) -> Blocks:
+        def look(module: Any) -> None:
+            assert isinstance(module.layers[0].weight, Named)
+
+        module = Blocks(term, act=look)
+        for layer in module.layers:
+            layer.weight = Named(layer.weight.data)
+        return module
+
+    module = make(PARAMETERS[name])
+    refused(lambda: module, r"layers\.0\.weight is read where it was not when", tmp_path, SHARDS)
+    assert type(module.layers[0].weight) is Named
+    exact(make, tmp_path, SHARDS)
+
+
 def test_the_same_is_exact_where_parameters_stay_and_where_the_first_batch_reads_them(tmp_path: Path) -> None:
     exact(lambda: Blocks(decay), tmp_path, LAYERED)
 
