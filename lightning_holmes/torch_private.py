@@ -35,6 +35,7 @@ __all__ = [
     "gloo_group",
     "gloo_timeout",
     "has_accumulation_hook",
+    "has_backward_hook",
     "has_load_hooks",
     "holds_hooks",
     "initialiser_of",
@@ -436,6 +437,11 @@ def is_broken_graph(error: BaseException) -> bool:
 def has_accumulation_hook(parameter: Tensor) -> bool:
     """Whether somebody is called after each accumulation of a parameter's gradient."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_backward_hook(module: nn.Module) -> bool:
+    """Whether somebody is called with the gradients of a module's inputs and outputs."""
+    return bool(module._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

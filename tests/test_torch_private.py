@@ -109,6 +109,17 @@ def test_hooks_behind_an_accumulation_are_known() -> None:
     assert not torch_private.has_accumulation_hook(parameter)
 
 
+def test_hooks_on_the_gradients_of_a_module_are_known() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_pre_hook(lambda *_: None)
+    assert not torch_private.has_backward_hook(layer)
+    hook = layer.register_full_backward_hook(lambda *_: None)
+    assert torch_private.has_backward_hook(layer)
+    hook.remove()
+    assert not torch_private.has_backward_hook(layer)
+
+
 def test_versions_grow_with_changes_in_place() -> None:
     x = torch.ones(3)
     before = torch_private.tensor_version(x)

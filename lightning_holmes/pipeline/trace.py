@@ -48,7 +48,7 @@ from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.pipeline.whole_steps import describe_logger_folder, noticing_compute, refusing_collectives
-from lightning_holmes.torch_private import collective_ranks, registered_modules
+from lightning_holmes.torch_private import collective_ranks, has_backward_hook, registered_modules
 
 _MAX_GRAPH_NODES = 200_000
 
@@ -456,7 +456,7 @@ class Tracer:
                 if reader < position:
                     what = f"{what}, kept and read {self._where(reader)} of the next step"
                     bypasses.append(Bypass(first_split_point=max(reader, 0), last_split_point=position - 1, what=what))
-        bypasses += self._bypasses_of_attributes()
+        bypasses += self._bypasses_of_attributes() + self._bypasses_of_hooks()
         for layer, number in sorted(self.sharded_outputs):
             what = (
                 f"the layout of output {number} of layer {layer}, a DTensor, of which only plain tensors travel between "
@@ -496,6 +496,21 @@ class Tracer:
         if position == BEFORE:
             return "before the layers"
         return "after the last layer" if position == self.num_layers else f"in layer {position}"
+
+    def _bypasses_of_hooks(self) -> list[Bypass]:
+        """A hook on the gradients of a module meets those of its output and of its input in one backward: no stage ends between."""
+        found = []
+        for name, part in self.original.named_modules() if self.step_name == "training_step" else ():
+            within = [
+                index
+                for index, layer in enumerate(f"{self.layers}.{each}" for each in self.layer_names)
+                if f"{layer}.".startswith(f"{name}." if name else "")
+            ]
+            if within and has_backward_hook(part):
+                what = f"the gradient of its input for a hook on {name or 'the module'} (register_full_backward_hook)"
+                last = min(within[-1], self.num_layers - 2)
+                found.append(Bypass(first_split_point=within[0], last_split_point=last, what=what))
+        return found
 
     def _bypasses_of_attributes(self) -> list[Bypass]:
         """Python values set at one place and read at another that another stage may run."""

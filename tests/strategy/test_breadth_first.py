@@ -134,6 +134,31 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
+class Hooked(Blocks):
+    """A hook on a layer notes the gradients that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[Tensor]] = []
+        self.layers[1].register_full_backward_hook(lambda _, given, of: self.seen.append([*given, *of]))  # type: ignore[arg-type]
+
+
+def test_a_hook_on_a_layers_gradients_is_given_both_and_its_layer_ends_no_stage(tmp_path: Path) -> None:
+    """On a stage that begins behind the layer torch would have None for the gradient of its input."""
+    plain, layered = Hooked(), Hooked()
+    fitted(plain, "auto", tmp_path)
+    fitted(layered, HolmesStrategy(schedule="breadth_first", num_microbatches=1), tmp_path)
+    assert plain.seen and len(plain.seen) == len(layered.seen)
+    torch.testing.assert_close(layered.seen, plain.seen, rtol=1e-5, atol=1e-7)
+    structure = trace_step(plain, "training_step", (torch.ones(2, 4), 0))
+    assert structure.forbidden_cuts() == structure.forbidden_cuts(one_rank=True) == [1]
+    with pytest.raises(UnsupportedModuleError, match=r"would lose the gradient of its input for a hook on layers\.1 "):
+        structure.check_partition(Partition((2, 4)))
+    plain.register_full_backward_hook(lambda *_: None)  # type: ignore[arg-type]
+    structure = trace_step(plain, "training_step", (torch.ones(2, 4), 0))
+    assert structure.forbidden_cuts() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_that_are_read_again_are_handed_to_the_stages_of_their_rank(name: str, tmp_path: Path) -> None:
     """Baseline: plain Lightning, 1e-5; also in validation, with ragged microbatches, and with parameters in shards."""
