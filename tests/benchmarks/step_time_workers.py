@@ -110,18 +110,61 @@ def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
 
 
 def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
-    """Processor seconds of a step, the median of each run, of pairs in alternating order: all layers in one stage, and each in its
-    own with all microbatches through one before the next; the same microbatches, everything resident, one process."""
+    """Processor seconds of a step, the median of each run, in alternating order: all layers in one stage, and each in its own with all
+    microbatches through one before the next; the same microbatches, everything resident, one process. With ``bare``, by plain torch, too."""
     found: dict[str, list[float]] = {"one stage": [], "layered": []}
+    found |= {"bare one stage": [], "bare layered": []} if options["bare"] else {}
     settings: dict[str, Any] = {"pipeline_parallel_size": 1, "num_microbatches": options["num_microbatches"]}
     for turn in range(options["pairs"]):
         for name in list(found) if turn % 2 == 0 else list(found)[::-1]:
-            kind = {"schedule": "breadth_first" if name == "layered" else "1f1b"}
             module = build(options["hidden_size"], options["num_layers"])
-            strategy = lightning_holmes.HolmesStrategy(**settings, **kind)
-            steps = train(module, strategy, 1, options["batch_size"], options["steps"], 2, clock=time.process_time)
+            layered = name.endswith("layered")
+            if name.startswith("bare"):
+                steps = bare_order(module, options, layered=layered)
+            else:
+                strategy = lightning_holmes.HolmesStrategy(**settings, schedule="breadth_first" if layered else "1f1b")
+                steps = train(module, strategy, 1, options["batch_size"], options["steps"], 2, clock=time.process_time)
             found[name].append(statistics.median(steps))
     return found
+
+
+def bare_order(gpt: GPT, options: dict[str, int], *, layered: bool) -> list[float]:
+    """Processor seconds of each step of plain torch: microbatch by microbatch, or layer by layer, where each layer is a backward of
+    its own."""
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+    microbatches = Windows(options["batch_size"]).tokens.chunk(options["num_microbatches"])
+    stages = [[layer] for layer in gpt.layers] if layered else [list(gpt.layers)]
+    last = len(stages) - 1
+
+    def run(group: list[int]) -> None:
+        given: dict[tuple[int, int], Tensor] = {}
+        made: dict[tuple[int, int], Tensor] = {}
+        for stage, index in itertools.product(range(len(stages)), group):
+            if stage == 0:
+                hidden = gpt.embedding(microbatches[index][:, :-1])
+            else:
+                hidden = given[stage, index] = made[stage - 1, index].detach().requires_grad_()
+            cos, sin = gpt.rotary(SEQUENCE, hidden.device)
+            for layer in stages[stage]:
+                hidden = layer(hidden, cos, sin)
+            if stage == last:
+                logits = gpt.head(gpt.norm(hidden)).flatten(0, 1)
+                hidden = nn.functional.cross_entropy(logits, microbatches[index][:, 1:].flatten())
+            made[stage, index] = hidden
+        for stage, index in itertools.product(reversed(range(len(stages))), group):
+            gradient = torch.tensor(1 / len(microbatches)) if stage == last else given.pop((stage + 1, index)).grad
+            made.pop((stage, index)).backward(gradient)
+
+    seconds = []
+    for _ in range(options["steps"] + 2):
+        start = time.process_time()
+        optimizer.zero_grad()
+        everyone = list(range(len(microbatches)))
+        for group in [everyone] if layered else [[index] for index in everyone]:
+            run(group)
+        optimizer.step()
+        seconds.append(time.process_time() - start)
+    return seconds[2:]
 
 
 class BareStage(nn.Module):
