@@ -81,16 +81,18 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return map_children(lambda _, child: map_tensors(function, child), value)
 
 
+def each_tensor(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, in the order of :func:`flatten`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_container(value):
+        for _, child in children_of(value):
+            yield from each_tensor(child)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a tree, in the order of :func:`flatten`."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
-    return found
+    return list(each_tensor(value))
 
 
 def is_object(value: Any) -> bool:
@@ -153,8 +155,8 @@ def unflatten(template: Any, leaves: list[Tensor]) -> Any:
 
 def first_shape(value: Any) -> tuple[int, ...]:
     """The shape of a tree's first tensor; () where it has none."""
-    inputs = tensors_of(value)
-    return tuple(inputs[0].shape) if inputs else ()
+    first = next(each_tensor(value), None)
+    return () if first is None else tuple(first.shape)
 
 
 def same_template(left: Any, right: Any) -> bool:
