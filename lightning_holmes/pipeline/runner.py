@@ -46,12 +46,10 @@ class PipelineRunner:
         rank = 0 if self.p2p is None else self.p2p.rank
         batch = _Batch(self, request, microbatches)
         microbatches.outputs = [None] * microbatches.schedule.num_microbatches
-        try:
+        with self.module.noticing_reads():
             for action in microbatches.schedule.actions[rank]:
                 yield from batch.perform(action)
                 request.observer.performed(action)
-        finally:
-            self.module.absence.clear()
         if self.p2p is not None:
             start = request.observer.mark()
             self.p2p.finish()

@@ -142,6 +142,7 @@ class PipelineModule:
         self.absence = Absence()
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
+        self._elsewhere: dict[str, Source] = {}
         self.divide(structure, partition, stages)
 
     @classmethod
@@ -267,7 +268,10 @@ class PipelineModule:
             layer.forward = _Gate(self, layer, indices)
         for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
-                dtensor.replace_local(parameter, placeholder(dtensor.local_part(parameter).detach()))
+                blank = placeholder(dtensor.local_part(parameter).detach())
+                dtensor.replace_local(parameter, blank)
+                cure = "pipeline_parallel_size=1"
+                self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
 
     def uninstall(self) -> None:
         """Take the gates away; parameters of other stages remain placeholders until someone fills them."""
@@ -277,6 +281,7 @@ class PipelineModule:
             else:
                 vars(layer).pop("forward", None)
         self._forwards.clear()
+        self._elsewhere.clear()
 
     def standalone(self, value: Any, state: Mapping[str, Any]) -> Any:
         """``value`` with a copy of each module in it that is, or has, a part of this one: as outside of a run, without gates.
@@ -467,6 +472,17 @@ class PipelineModule:
             seed_all(derive_seed(run.seed, place), self.device)
 
     # running
+
+    @contextlib.contextmanager
+    def noticing_reads(self) -> Iterator[None]:
+        """For a batch, parameters of other pipeline ranks say so where they are read."""
+        if self.notices_reads:
+            for name, source in self._elsewhere.items():
+                self.absence.hide(self.parameters[name], source)
+        try:
+            yield
+        finally:
+            self.absence.clear()
 
     @contextlib.contextmanager
     def running(self, run: StageRun) -> Iterator[StageRun]:

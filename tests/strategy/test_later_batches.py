@@ -1,9 +1,10 @@
 """What only later batches read, and what a step changes: in layered order and in shards exact or refused by name, never other numbers.
 
-One process; the step is learnt from the first batch. Baseline where a case is exact: plain Lightning, 1e-5.
+One process, but for one case on two; the step is learnt from the first batch. Baseline where a case is exact: plain Lightning, 1e-5.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from launch import launch_raw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -52,14 +54,16 @@ class Blocks(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module: pl.LightningModule, folder: Path, strategy: Any, **trainer: Any) -> dict[str, Tensor]:
+def fit(
+    module: pl.LightningModule, folder: Path, strategy: Any, *, devices: int = 1, **trainer: Any
+) -> dict[str, Tensor]:
     torch.manual_seed(3)
     for parameter in module.parameters():
         if parameter.ndim:
             nn.init.normal_(parameter, std=0.5)
     made = pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
         strategy=strategy,
         max_epochs=2,
         default_root_dir=folder,
@@ -132,6 +136,14 @@ def test_parameters_of_a_class_of_ones_own_are_refused_likewise_and_keep_their_c
     refused(lambda: module, r"layers\.0\.weight is read where it was not when", tmp_path, SHARDS)
     assert type(module.layers[0].weight) is Named
     exact(make, tmp_path, SHARDS)
+
+
+def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by_name(tmp_path: Path) -> None:
+    payload = {"name": "a condition", "schedule": "1f1b", "folder": str(tmp_path)}
+    workers = launch_raw(2, "later_batch_cases:staged", payload, timeout_s=100, folder=tmp_path / "job")
+    assert [worker.exit_code for worker in workers] == [1, 1], workers
+    said = r"AbsentValueError: layers\.0\.weight is read where it was not when .* or use pipeline_parallel_size=1"
+    assert all(re.search(said, worker.output) for worker in workers), workers
 
 
 def test_the_same_is_exact_where_parameters_stay_and_where_the_first_batch_reads_them(tmp_path: Path) -> None:
