@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -325,6 +325,11 @@ class CostModel:
         """For each transport, the bytes that the busiest card of it sends in a step."""
         model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
         sent: dict[str, Counter[int]] = {}
+        if shared_bytes := self._shared_gradient_bytes(layout):
+            for first, second, number in self._ways(layout, 0, layout.pipeline - 1):
+                here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
+                here[first] += int(shared_bytes * number)
+                here[second] += int(shared_bytes * number)
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=layout.pipeline)
             own = partition.layers_of(stage)
@@ -353,16 +358,12 @@ class CostModel:
                     for host in set(devices[:, column].tolist()):
                         here[host] += int(moved)
             if stage < partition.num_stages - 1:
-                following = self._devices.hosts_of(layout, _stage_ranks(run)[stage + 1])
                 crossing = _crossing(model, own).activation_bytes * run.num_microbatches
-                pairs = np.stack((devices.ravel(), following.ravel()), axis=1)
-                for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
-                    if first != second:
-                        transport = self.network.between_hosts(int(first), int(second)).transport
-                        moved = crossing * self._activation_ratio(int(first), int(second))
-                        here = sent.setdefault(transport, Counter())
-                        here[int(first)] += int(moved * number)
-                        here[int(second)] += int(moved * number)  # the gradient comes back
+                for first, second, number in self._ways(layout, rank, _stage_ranks(run)[stage + 1]):
+                    moved = crossing * self._activation_ratio(first, second)
+                    here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
+                    here[first] += int(moved * number)
+                    here[second] += int(moved * number)  # the gradient comes back
         return {
             kind: max(number * self.network.busiest_share(host, kind) for host, number in counts.items())
             for kind, counts in sent.items()
@@ -403,6 +404,14 @@ class CostModel:
     @property
     def _node_bytes_per_s(self) -> float:
         return node_bytes_per_s(self.network, self.training.optimizer_nodes)
+
+    def _ways(self, layout: Layout, source: int, target: int) -> Iterator[tuple[int, int, int]]:
+        """Pairs of hosts that lie between the devices of two pipeline ranks, and between how many devices each."""
+        ends = (self._devices.hosts_of(layout, rank).ravel() for rank in (source, target))
+        pairs = np.stack(tuple(ends), axis=1)
+        for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
+            if first != second:
+                yield int(first), int(second), int(number)
 
     def _plain(self, run: RunShape) -> ModelCost:
         return self.microbatch_model(run.microbatch_samples)
@@ -480,12 +489,17 @@ class CostModel:
 
     def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:
         """Gradients of tied embeddings, summed between the first and the last pipeline rank."""
-        if self.model.shared_bytes == 0 or layout.pipeline == 1:
+        num_bytes = self._shared_gradient_bytes(layout)
+        if num_bytes == 0:
             return 0.0
         assert facts.ends is not None
         slowest = max((seconds for _, seconds in facts.ends.hops), default=0.0)
-        num_bytes = self.model.shared_bytes / layout.tensor * self.training.gradient_ratio
         return num_bytes * slowest + 2 * facts.ends.latency_s  # an all-reduce of two moves the bytes once each way
+
+    def _shared_gradient_bytes(self, layout: Layout) -> float:
+        """Of tied embeddings, what each device of the first and of the last pipeline rank sends to the other; none where they are frozen."""
+        trained = _shared_place(self.model).trained_bytes if layout.pipeline > 1 else 0.0
+        return trained / layout.tensor * self.training.gradient_ratio
 
     def _activation_ratio(self, first: int, second: int) -> float:
         """Share of an activation's bytes that is sent from one host to another."""

@@ -366,6 +366,19 @@ def test_bytes_of_cards() -> None:
     assert sent == {"infiniband": 5e9, "roce": 5e9, "ethernet": 8e7}
 
 
+def test_gradients_of_tied_embeddings_are_sent_between_the_ends_where_they_are_trained() -> None:
+    run, partition = shape(Layout(pipeline=2, data=4)), Partition((2, 2))
+    tied = dataclasses.replace(MODEL, shared_bytes=3e9)
+    sent, plain = (cost_model(model=model).nic_bytes(run, partition) for model in (tied, MODEL))
+    assert sent == plain | {"ethernet": plain["ethernet"] + 2 * 3e9}, "of each host's two devices"
+
+    before, after = (dataclasses.replace(place, gradient_bytes=0.0) for place in (MODEL.before, MODEL.after))
+    frozen = [dataclasses.replace(model, before=before, after=after) for model in (tied, MODEL)]
+    of_tied, of_others = (cost_model(model=model) for model in frozen)
+    assert of_tied.nic_bytes(run, partition) == of_others.nic_bytes(run, partition)
+    assert predict(of_tied, run, partition).step_s == predict(of_others, run, partition).step_s
+
+
 def test_bytes_are_those_of_a_card() -> None:
     """The same, with two InfiniBand cards, three RoCE cards of which one is faster, and two of Ethernet, of which one is used."""
     text = TWO.replace(
