@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_holmes.cluster.network import Nic
-from lightning_holmes.cluster.topology import Host, Topology
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -269,16 +269,9 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         for cluster in topology.clusters
     ]
     latency = costs.local_latency_s
-    if one_host:
-        network = Network(topology, local_bytes_per_s=local, local_latency_s=latency)
-    else:
-        network = Network(
-            topology,
-            local_bytes_per_s=local,
-            local_latency_s=latency,
-            efficiency=SOCKETS if sockets else REACHED,
-            sockets=sockets,
-        )
+    connect = functools.partial(Network, local_bytes_per_s=local, local_latency_s=latency)
+    if not one_host:
+        connect = functools.partial(connect, efficiency=SOCKETS if sockets else REACHED, sockets=sockets)
 
     def device_memory(host: Host) -> float:
         """Bytes of a host's smallest device; on CPUs its ranks share what each has found."""
@@ -307,12 +300,11 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
     host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]
     model = replace(costs.model, forbidden_cuts=tuple(forbidden))
     make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
-    cost_model = make(network)
+    cost_model = make(connect(topology))
     try:
         cost_model.facts(layout)
     except ConfigurationError as unknown:
-        bare = Network(_with_stated_speeds(topology), local_bytes_per_s=local, local_latency_s=latency)
-        cost_model = make(bare)
+        cost_model = make(connect(_with_stated_speeds(topology)))
         note = (
             f"links: taken as 10 Gbit/s where nothing is known ({str(unknown).splitlines()[0][:160]}); "
             "lightning-holmes topology measures them"
@@ -321,16 +313,24 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
 
 
 def _with_stated_speeds(topology: Topology) -> Topology:
-    """The topology with an Ethernet card of 10 Gbit/s on every host, and nothing else."""
-    card = Nic(name="unknown", kind="ethernet", bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S)
-    clusters = tuple(
-        replace(
-            cluster,
-            fabric=None,
-            speeds=(),
-            fallback=None,
-            hosts=tuple(replace(host, nics=(card,)) for host in cluster.hosts),
-        )
-        for cluster in topology.clusters
+    """The topology with 10 Gbit/s for each card of which nothing is known, and such an Ethernet card where a host has none; what is known
+    stays."""
+    return replace(
+        topology,
+        clusters=tuple(
+            replace(cluster, hosts=tuple(replace(host, nics=_stated(cluster, host)) for host in cluster.hosts))
+            for cluster in topology.clusters
+        ),
     )
-    return replace(topology, clusters=clusters, links=())
+
+
+def _stated(cluster: Cluster, host: Host) -> tuple[Nic, ...]:
+    nics = [
+        replace(nic, bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S)
+        if nic.bandwidth_bytes_per_s is None and cluster.speed(nic.kind) is None
+        else nic
+        for nic in host.nics
+    ]
+    if host.nic_of("ethernet") is None and cluster.speed("ethernet") is None:
+        nics.append(Nic(name="unknown", kind="ethernet", bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S))
+    return tuple(nics)

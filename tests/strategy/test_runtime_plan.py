@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.route import SOCKETS
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import runtime_plan
 from lightning_holmes.strategy.kept_costs import Costs
@@ -215,11 +217,25 @@ def test_a_run_takes_what_it_does_not_measure_from_the_types_of_its_devices(monk
         for n in "ab"
     )
     topology = Topology.from_yaml_text("clusters:\n" + clusters)
-    request = SimpleNamespace(
+    costs = replace(
+        costs_of_four(),
+        local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
+        local_latency_s=max(s.local_latency_s for s in speeds),
+        update_s_per_byte=max(s.update_s_per_byte for s in speeds),
+    )
+    made, *_ = runtime_plan._cost_model(request_of_four(topology), costs, ())
+    local = [made.network.local_of([host]) for host in (0, 1)]
+    assert [channel.bytes_per_s for channel in local] == [t.local_bytes_per_s for t in known]
+    assert made.training.update_s_per_byte == known[1].update_s_per_byte, "of the slower one"
+
+
+def request_of_four(topology: Topology) -> Any:
+    """Two pipeline ranks on four devices with NCCL."""
+    return SimpleNamespace(
         layout=SimpleNamespace(
             topology=topology,
             placement=make_placement(topology, world_size=4, pipeline_parallel_size=2),
-            num_hosts=2,
+            num_hosts=len(topology.hosts),
             is_gloo=False,
         ),
         device=torch.device("cuda"),
@@ -228,19 +244,32 @@ def test_a_run_takes_what_it_does_not_measure_from_the_types_of_its_devices(monk
         traced=SimpleNamespace(batch_size=8),
         world_size=4,
     )
-    costs = Costs(
+
+
+def costs_of_four() -> Costs:
+    return Costs(
         model=ModelCost(unit="flops", microbatch_samples=1, layers=(LayerCost(forward=1.0, backward=2.0),) * 2),
         speeds=(1.0,) * 4,
         memory=(1e9,) * 4,
-        local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
-        local_latency_s=max(s.local_latency_s for s in speeds),
+        local_bytes_per_s=(1e10,) * 4,
+        local_latency_s=0.0,
         described="",
-        update_s_per_byte=max(s.update_s_per_byte for s in speeds),
     )
-    made, *_ = runtime_plan._cost_model(request, costs, ())  # type: ignore[arg-type]
-    local = [made.network.local_of([host]) for host in (0, 1)]
-    assert [channel.bytes_per_s for channel in local] == [t.local_bytes_per_s for t in known]
-    assert made.training.update_s_per_byte == known[1].update_s_per_byte, "of the slower one"
+
+
+@pytest.mark.parametrize("ethernet", ["{name: eth, kind: ethernet}", "{name: eth, kind: ethernet, up: false}"])
+def test_what_is_known_of_links_stays_where_a_card_says_nothing_of_its_speed(ethernet: str) -> None:
+    """As a virtual Ethernet card on a host with InfiniBand."""
+    text = "clusters:\n" + "".join(
+        f"- {{name: {n}, hosts: [{{name: {n}, count: 2, devices: 1, nics: [{{name: ib, kind: infiniband, bandwidth: 200 Gbit/s}}, {ethernet}]}}]}}\n"
+        for n in "ab"
+    )
+    made, layout, told = runtime_plan._cost_model(request_of_four(Topology.from_yaml_text(text)), costs_of_four(), ())
+    inside, across = (made.network.group(hosts) for hosts in ([0, 1], [0, 2]))
+    assert (inside.transport, inside.bytes_per_s) == ("infiniband", pytest.approx(0.9 * 25e9))
+    assert (across.transport, across.bytes_per_s) == ("ethernet", pytest.approx(SOCKETS * 1.25e9))
+    assert made.facts(layout).groups[0].channel == inside
+    assert "10 Gbit/s where nothing is known" in told
 
 
 def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
