@@ -8,6 +8,7 @@ The trainer is a stand-in: it has optimizers, a logger that keeps nothing, and n
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,14 +107,16 @@ def attached(module: LightningModule) -> Iterator[None]:
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=DummyLogger(),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of GPUs that it does not use
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=DummyLogger(),
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
     finally:
         chatter.setLevel(level)
     set_trainer(module, trainer)

@@ -42,10 +42,11 @@ from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
 from lightning_holmes.plan.search.candidates import space_of
-from lightning_holmes.plan.timeline_plot import save_timeline_plot
+from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
 from lightning_holmes.plan.training import Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
+from lightning_holmes.strategy.admission import check_module
 from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s, time_update
 from lightning_holmes.strategy.samples import step_arguments
 
@@ -134,6 +135,7 @@ def make_cost_model(
     dtype = _WEIGHTS.get(precision, torch.float32)
     with _default_dtype(dtype):  # as Lightning's precision plugin does
         model = configured(build_model()) if request.profile == "measure" else _build(build_model)
+    check_module(model, fitting=True, is_pipeline=False)  # what no layout takes
 
     def profiled(module: LightningModule) -> tuple[ModelCost, int]:
         """Its costs, and the samples of its batch."""
@@ -141,14 +143,15 @@ def make_cost_model(
         batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         samples = BatchSplitter().batch_size(batch)
         small = BatchSplitter().split(batch, samples)[0]
-        cost = profile_step(
-            module,
-            (small, *step_arguments(module, "training_step")),
-            layers=asked.plan_options.layers,
-            mode=request.profile,
-            context=_context(precision),
-            may_run=_size(module) <= LARGEST_RUN,
-        )
+        with attached(module):
+            cost = profile_step(
+                module,
+                (small, *step_arguments(module, "training_step")),
+                layers=asked.plan_options.layers,
+                mode=request.profile,
+                context=_context(precision),
+                may_run=_size(module) <= LARGEST_RUN,
+            )
         return cost, samples
 
     with _default_dtype(dtype):
@@ -177,11 +180,12 @@ def make_cost_model(
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
     """HolmesStrategy's arguments in a trainer's strategy setting, without those left at their defaults."""
-    if isinstance(strategy, str) or strategy is None or "class_path" not in strategy:
+    if strategy in (None, "auto", "holmes"):
         return {}
-    if str(strategy["class_path"]).rpartition(".")[2] != "HolmesStrategy":
+    named = strategy if isinstance(strategy, str) else strategy.get("class_path")
+    if isinstance(strategy, str) or str(named).rpartition(".")[2] != "HolmesStrategy":
         raise ConfigurationError(
-            f"trainer.strategy is {strategy['class_path']!r}: plan predicts runs of HolmesStrategy; use "
+            f"trainer.strategy is {named!r}: plan predicts runs of HolmesStrategy; use "
             "strategy: holmes, or class_path: lightning_holmes.HolmesStrategy"
         )
     defaults = inspect.signature(HolmesStrategy.__init__).parameters
@@ -448,5 +452,7 @@ def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layer
 
 def check_writable(path: str | None, option: str) -> None:
     """Refuse a file that cannot be written before time is spent. Raises ConfigurationError."""
+    if path is not None and option == "--plot" and Path(path).suffix.lower() not in PLOT_FORMATS:
+        raise ConfigurationError(f"{option}={path!r}: the file's name must end in {' or '.join(PLOT_FORMATS)}")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ConfigurationError(f"{option}={path!r}: the folder {Path(path).absolute().parent} does not exist")

@@ -146,6 +146,10 @@ def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> 
                 f"device_type={device_type!r}: {name.strip()!r} is no cluster of {topology.described}; it has "
                 f"{', '.join(names)}. Write cluster:type;cluster:type"
             )
+        if name.strip() in chosen:
+            raise ConfigurationError(
+                f"device_type={device_type!r} names two types for the cluster {name.strip()!r}; leave one out"
+            )
         chosen[name.strip()] = find_device_type(text)
     missing = [name for name in names if name not in chosen]
     if missing:

@@ -153,6 +153,12 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
         (["--device_type=A300"], ["'A300'", "Known are", "speed=100e12,memory=40e9"]),
         (["--device_type=north:A100-80GB"], ["'north'", "east, west"]),
         (["--device_type=east:A100-80GB"], ["no type for the cluster 'west'"]),
+        (["--device_type=east:T4;east:A10;west:T4"], ["two types for the cluster 'east'"]),
+        (["--device_type=T4", "--batch_shape=1x2", "--plot=step.jpg"], ["--plot='step.jpg'", ".png or .svg"]),
+        (
+            ["--device_type=T4", "--trainer.strategy.init_args.num_microbatches=300"],
+            ["num_microbatches=300 is more than the 16 samples of a replica"],
+        ),
         (["--device_type=T4", "--html=/no/such/folder/x.html"], ["--html", "does not exist"]),
         (["--device_type=T4", "--batch_shape=input_ids=0x9"], ["batch_shape", "at least 1"]),
         (["--device_type=T4", "--batch_samples=0"], ["batch_samples=0"]),
@@ -187,6 +193,24 @@ class Runs(Reads):
 
     def training_step(self, batch, batch_idx):
         return 2 * self.blocks(batch).square().mean()
+
+
+class Asks(Runs):
+    """Its step asks its trainer something."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (2.0 if self.trainer.global_step == 0 else 1.0)
+
+
+class Manual(Runs):
+    """Calls its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
 
 
 class Late(Runs):
@@ -279,6 +303,13 @@ def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, pro
     assert bytes_of["Adapted"] == [4 * (64 + 8 + 64)] * 4
     if profile == "fake":
         assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
+
+
+def test_a_step_may_ask_its_trainer_and_what_fit_refuses_is_refused(capsys):
+    code, out, err = run(capsys, *SMALL, f"--model={__name__}.Asks")
+    assert code == 0 and '"name": "Asks"' in out, err
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Manual")
+    assert code == 2 and "Manual uses manual optimization" in err and "Traceback" not in err
 
 
 def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
@@ -558,6 +589,9 @@ def test_batch_shapes():
 
 
 def test_another_strategy_is_refused():
-    assert strategy_settings("auto") == {}
+    assert strategy_settings("auto") == strategy_settings(None) == strategy_settings("holmes") == {}
+    for name in ("ddp", "lightning_holmes.HolmesStrategy"):  # of which a Trainer takes none, or another one
+        with pytest.raises(ConfigurationError, match=f"'{name}'.*use strategy: holmes"):
+            strategy_settings(name)
     with pytest.raises(ConfigurationError, match="DDPStrategy"):
         strategy_settings({"class_path": "lightning.pytorch.strategies.DDPStrategy"})

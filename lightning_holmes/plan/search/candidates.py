@@ -118,6 +118,10 @@ def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[st
         more: tuple[int, ...] = ()
         if space.layout is None:
             counts = tuple(count for count in counts if count <= samples)
+            if not counts and space.num_microbatches:
+                left_out[
+                    f"num_microbatches={min(space.num_microbatches)} is more than the {samples} samples of a replica"
+                ] += 1
         if space.num_microbatches is None:
             more = smaller_microbatches(layout.pipeline, samples)
         for recomputation in space.recomputation:
