@@ -27,8 +27,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -370,14 +370,11 @@ def _beside(
         host = f"{_NODE}{number}"
         bed.run([python, *command], hosts=[host], env=env, host_env=host_env, timeout_s=timeout_s, echo=echo)
 
-    threads = [threading.Thread(target=serve, args=entry) for entry in enumerate(commands)]
-    for thread in threads:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(max_workers=max(1, len(commands))) as pool:
+        served = [pool.submit(serve, *entry) for entry in enumerate(commands)]
         yield told
-    finally:
-        for thread in threads:
-            thread.join()
+    for each in served:
+        each.result()
 
 
 def with_node_hosts(

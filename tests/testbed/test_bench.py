@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import forked_executable
@@ -226,6 +227,21 @@ def test_layered_steps_send_three_times_the_parameters_however_many_microbatches
     print(sent)
     assert all(0.85 < ratio < 1.10 for ratio in sent.values()), sent
     assert sent[16] < 1.03 * sent[1], sent
+
+
+def test_what_fails_to_start_beside_the_workers_is_told() -> None:
+    class Bed(Testbed):
+        def run(self, *_: Any, **__: Any) -> Any:
+            raise OSError("no such interpreter")
+
+    job = job_of(1, 1)
+    bed = Bed(bench.with_node_hosts(job.topology, 1, 1e9), TestbedOptions())
+    options: Any = {"env": {}, "host_env": lambda host: {}, "timeout_s": 1.0, "echo": None}
+    with (
+        pytest.raises(OSError, match="no such interpreter"),
+        bench._beside(bed, CONTENDERS["optimizer-node"], job, **options),
+    ):
+        pass
 
 
 def test_every_case_has_its_floor_and_strategies_that_can_be_made() -> None:
