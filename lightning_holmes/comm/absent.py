@@ -94,15 +94,17 @@ class Absence:
         """From now on ``parameter`` stands for a value that is elsewhere."""
         self._mark(parameter, source, AbsentParameter)
 
-    def show(self, parameter: nn.Parameter, source: "Source") -> None:
-        """From now on it has its value, which must not change before :meth:`check`."""
+    def show(self, parameter: nn.Parameter, source: "Source", *, stays_ordinary: bool = False) -> None:
+        """From now on it has its value, which must not change before :meth:`check`; ``stays_ordinary``: its class does, so that changes
+        of its ``data`` are not seen."""
         source.version, source.before = tensor_version(parameter), None
-        self._mark(parameter, source, HeldParameter)
+        self._mark(parameter, source, None if stays_ordinary else HeldParameter)
 
-    def _mark(self, parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter]) -> None:
+    def _mark(self, parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter] | None) -> None:
         ordinary = _ordinary(type(parameter))
         if issubclass(ordinary, nn.Parameter):
-            parameter.__class__ = _derived(as_class, ordinary)
+            if as_class is not None:
+                parameter.__class__ = _derived(as_class, ordinary)
             vars(parameter)[_SOURCE] = source
             self._marked[id(parameter)] = parameter
 

@@ -63,7 +63,7 @@ class RemoteParameters(StageShards):
         queue: CommQueue,
         keeps: bool,
         absence: Absence | None = None,
-        notices_reads: bool = True,
+        compiled: Mapping[str, bool] | None = None,
     ) -> None:
         super().__init__(
             parameters,
@@ -75,7 +75,7 @@ class RemoteParameters(StageShards):
             queue=queue,
             gather=lambda tensor: None,
             absence=absence,
-            notices_reads=notices_reads,
+            compiled=compiled,
         )
         if keeps:
             self._num_buffers = max(1, len(stages))

@@ -80,7 +80,8 @@ class StageShards:
         size, rank: of the replicas.
         gather: brings every replica's share of a flat tensor to all; called in ``queue``.
         absence: of the module's placeholders; whoever runs a step clears it at the step's end.
-        notices_reads: parameters that are not here say so who reads them in a step; compiled code cannot bear that.
+        compiled: parameters of compiled code, which runs on ordinary ones only; whether it runs on their stages only. Else nobody is
+            told who reads them elsewhere.
     """
 
     cure = "sharded_parameters=False"
@@ -100,7 +101,7 @@ class StageShards:
         queue: CommQueue,
         gather: Callable[[Tensor], None],
         absence: Absence | None = None,
-        notices_reads: bool = True,
+        compiled: Mapping[str, bool] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
@@ -122,7 +123,7 @@ class StageShards:
         self._common: tuple[Work, Sequence[Tensor]] | None = None
         self._num_buffers = NUM_BUFFERS
         self._absence = Absence() if absence is None else absence
-        self._notices_reads = notices_reads
+        self._compiled = {} if compiled is None else compiled
         self._sources = {
             name: Source(absence=self._absence, what=name, cure=self.cure, blank=placeholder(p.detach()))
             for name, p in self.parameters.items()
@@ -325,10 +326,10 @@ class StageShards:
                 parameter = self.parameters[name]
                 self._absence.forget(parameter)
                 dtensor.replace_local(parameter, view)
-                self._absence.show(parameter, self._sources[name])
+                self._absence.show(parameter, self._sources[name], stays_ordinary=name in self._compiled)
 
     def _hide(self, name: str) -> None:
-        if self._notices_reads:
+        if self._compiled.get(name, True):
             self._absence.hide(self.parameters[name], self._sources[name])
 
     def release(self, stage: int) -> None:

@@ -156,7 +156,7 @@ class PipelineModule:
         self.partition = partition
         self.stages = tuple(stages)
         self.notices_reads = not any(is_compiled(part) for part in self.module.modules())
-        """Placeholders say what they stand for; compiled code, which cannot take them, gets NaN."""
+        """Placeholders of outputs say what they stand for; compiled code, which cannot take them, gets NaN."""
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
         vars(self).pop("parameters", None)
         vars(self).pop("names", None)
@@ -194,6 +194,13 @@ class PipelineModule:
     def names(self) -> dict[int, str]:
         """The names of all parameters, by identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
+    def compiled_parameters(self) -> dict[str, bool]:
+        """Those of compiled parts, and whether these run on the stages of their layer only."""
+        compiled = [f"{name}." for name, part in self.module.named_modules() if is_compiled(part)]
+        layers = tuple(f"{layer}." for layer in (() if self.structure is None else self.structure.layer_names))
+        return {n: n.startswith(layers) for n in self.parameters if n.startswith(tuple(compiled))}
 
     def name_of(self, value: Any, name: str) -> str:
         """By which name it is known where ``value`` lives, which now stands at ``name``: for a parameter its first one."""

@@ -122,7 +122,7 @@ def make_sharing(
         queue=queue,
         gather=lambda tensor: None if collective is None else collective.gather(tensor),
         absence=pipeline.absence,
-        notices_reads=pipeline.notices_reads,
+        compiled=pipeline.compiled_parameters,
     )
     return Sharing(shards=shards, collective=collective, choice=choice)
 
@@ -228,7 +228,7 @@ def make_remote_gradients(
         queue=make_comm_queue(device),
         keeps=keeps,
         absence=pipeline.absence,
-        notices_reads=pipeline.notices_reads,
+        compiled=pipeline.compiled_parameters,
     )
     units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name

@@ -146,6 +146,23 @@ def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by
     assert all(re.search(said, worker.output) for worker in workers), workers
 
 
+class Compiled(Blocks):
+    """Each layer is compiled; backend eager, since only what torch.compile guards on matters here."""
+
+    def __init__(self, term: Any = None) -> None:
+        super().__init__(term)
+        for layer in self.layers:
+            layer.compile(backend="eager")
+
+
+@pytest.mark.parametrize("name", ["a penalty", "a condition"])
+def test_parameters_of_compiled_layers_are_refused_likewise(name: str, tmp_path: Path) -> None:
+    """Compiled code is given ordinary parameters, and runs on no others than those of its stage."""
+    refused(lambda: Compiled(PARAMETERS[name]), r"layers\.0\.weight is read where it was not when", tmp_path, SHARDS)
+    if name == "a penalty":
+        exact(Compiled, tmp_path, SHARDS)
+
+
 def test_the_same_is_exact_where_parameters_stay_and_where_the_first_batch_reads_them(tmp_path: Path) -> None:
     exact(lambda: Blocks(decay), tmp_path, LAYERED)
 

@@ -98,7 +98,7 @@ def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
         queue=queue,
         gather=lambda tensor: None,
         absence=pipeline.absence,
-        notices_reads=pipeline.notices_reads,
+        compiled=pipeline.compiled_parameters,
     )
     shards.lay_out(by_elements=True)
     reducer = LayeredReducer(
