@@ -529,6 +529,11 @@ class PipelineModule:
         if output is None and self.num_stages == 1:
             return None  # nothing to train by, which may be known before the layers
         last = run.stage == self.num_stages - 1
+        if output is None and run.position < self.partition.layers_of(run.stage)[-1]:
+            raise UnsupportedModuleError(
+                f"{run.step_name} returned None before the layers of stage {run.stage} of {self.num_stages} had run: the other stages "
+                f"would not skip the batch; return a loss of zero that passes through the layers, or leave such batches out of the data"
+            )
         if run.position != self.structure.num_layers - 1 or (not last and run.payload is None):
             raise UnsupportedModuleError(
                 f"{run.step_name} ended after layer {run.position} of {self.structure.layers}, which has "

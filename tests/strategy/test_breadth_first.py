@@ -134,6 +134,16 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
+class Skipping(Blocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_is_skipped_before_the_layers_is_refused_by_what_it_returned(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModuleError, match="training_step returned None before the layers of stage 0 of 6"):
+        fitted(Skipping(), HolmesStrategy(schedule="breadth_first", num_microbatches=2), tmp_path)
+
+
 class Hooked(Blocks):
     """A hook on a layer notes the gradients that it is given."""
 
