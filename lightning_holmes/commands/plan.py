@@ -302,9 +302,16 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
         return found
     if found != "auto":
         return Topology.from_yaml(found)
-    return Topology.single_cluster(
-        num_hosts=int(trainer.get("num_nodes") or 1), devices_per_host=devices_per_host(request.device_type, trainer)
-    )
+    num_nodes = trainer.get("num_nodes")
+    if num_nodes not in (None, 1):
+        cluster = f"{{name: all, hosts: [{{name: h, count: {num_nodes}, devices: 8, nics: [{{name: ib0, kind: infiniband, bandwidth: 200 Gbit/s}}]}}]}}"
+        raise ConfigurationError(
+            f"trainer.num_nodes={num_nodes!r}: which network joins the hosts is not known; write a file, such as clusters: [{cluster}], "
+            "and give it as --topology FILE"
+            if num_nodes > 1
+            else f"trainer.num_nodes={num_nodes!r} is not allowed; write a number of at least 1"
+        )
+    return Topology.single_cluster(num_hosts=1, devices_per_host=devices_per_host(request.device_type, trainer))
 
 
 def _training(

@@ -305,6 +305,22 @@ def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, pro
         assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(2, ["which network joins", "--topology FILE", "count: 2"]), (0, ["at least 1"]), (-1, ["at least 1"])],
+)
+def test_several_hosts_are_those_of_a_file(capsys, tmp_path, number, words):
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", f"--trainer.num_nodes={number}")
+    assert code == 2 and all(word in err for word in [f"num_nodes={number}", *words]), err
+    if number > 1:
+        path = tmp_path / "all.yaml"
+        path.write_text(re.search(r"clusters: \[.*\](?=, and give)", err.replace("\n", " "))[0])
+        code, out, err = run(
+            capsys, *SMALL, f"--model={__name__}.Runs", f"--trainer.num_nodes={number}", f"--topology={path}"
+        )
+        assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 16, err
+
+
 def test_a_step_may_ask_its_trainer_and_what_fit_refuses_is_refused(capsys):
     code, out, err = run(capsys, *SMALL, f"--model={__name__}.Asks")
     assert code == 0 and '"name": "Asks"' in out, err
