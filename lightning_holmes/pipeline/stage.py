@@ -198,7 +198,7 @@ class PipelineModule:
     @property
     def compiled_parameters(self) -> dict[str, bool]:
         """Those of compiled parts, and whether these run on the stages of their layer only."""
-        compiled = [f"{name}." for name, part in self.module.named_modules() if is_compiled(part)]
+        compiled = [f"{name}." if name else "" for name, part in self.module.named_modules() if is_compiled(part)]
         layers = tuple(f"{layer}." for layer in (() if self.structure is None else self.structure.layer_names))
         return {n: n.startswith(layers) for n in self.parameters if n.startswith(tuple(compiled))}
 
@@ -273,12 +273,14 @@ class PipelineModule:
         for layer, indices in places.items():
             self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
             layer.forward = _Gate(self, layer, indices)
+        compiled = self.compiled_parameters
         for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
                 blank = placeholder(dtensor.local_part(parameter).detach())
                 dtensor.replace_local(parameter, blank)
-                cure = "pipeline_parallel_size=1"
-                self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
+                if compiled.get(name, True):
+                    cure = "pipeline_parallel_size=1"
+                    self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
 
     def uninstall(self) -> None:
         """Take the gates away; parameters of other stages remain placeholders until someone fills them."""
@@ -483,9 +485,8 @@ class PipelineModule:
     @contextlib.contextmanager
     def noticing_reads(self) -> Iterator[None]:
         """For a batch, parameters of other pipeline ranks say so where they are read."""
-        if self.notices_reads:
-            for name, source in self._elsewhere.items():
-                self.absence.hide(self.parameters[name], source)
+        for name, source in self._elsewhere.items():
+            self.absence.hide(self.parameters[name], source)
         try:
             yield
         finally:

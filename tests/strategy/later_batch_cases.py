@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_later_batches import PARAMETERS, Blocks, fit
+from test_later_batches import PARAMETERS, Blocks, Compiled, fit
 
 from lightning_holmes import HolmesStrategy
 
@@ -12,4 +12,5 @@ from lightning_holmes import HolmesStrategy
 def staged(payload: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": payload["schedule"]}
-    fit(Blocks(PARAMETERS[payload["name"]]), Path(payload["folder"]), HolmesStrategy(**options), devices=2)
+    made = Compiled if payload["compiled"] else Blocks
+    fit(made(PARAMETERS[payload["name"]]), Path(payload["folder"]), HolmesStrategy(**options), devices=2)

@@ -138,8 +138,11 @@ def test_parameters_of_a_class_of_ones_own_are_refused_likewise_and_keep_their_c
     exact(make, tmp_path, SHARDS)
 
 
-def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by_name(tmp_path: Path) -> None:
-    payload = {"name": "a condition", "schedule": "1f1b", "folder": str(tmp_path)}
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by_name(
+    compiled: bool, tmp_path: Path
+) -> None:
+    payload = {"name": "a condition", "schedule": "1f1b", "folder": str(tmp_path), "compiled": compiled}
     workers = launch_raw(2, "later_batch_cases:staged", payload, timeout_s=100, folder=tmp_path / "job")
     assert [worker.exit_code for worker in workers] == [1, 1], workers
     said = r"AbsentValueError: layers\.0\.weight is read where it was not when .* or use pipeline_parallel_size=1"
