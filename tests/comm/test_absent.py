@@ -112,13 +112,17 @@ def test_a_parameter_that_is_here_for_a_while_is_left_as_it_was(change: Callable
         absence.check(parameter)
 
 
-def test_classes_of_the_users_own_are_left_alone() -> None:
+def test_classes_of_the_users_own_stay_what_they_are() -> None:
     class Own(nn.Parameter):
         pass
 
     parameter = Own(torch.ones(2))
     absence, source = made(parameter.detach())
     absence.hide(parameter, source)
+    with pytest.raises(AbsentValueError, match="read where it was not"):
+        parameter.tolist()
     absence.show(parameter, source)
     absence.check(parameter)
+    assert isinstance(parameter, Own) and type(parameter).__name__ == "Own"
+    absence.forget(parameter)
     assert type(parameter) is Own
