@@ -96,6 +96,7 @@ class FailureWatch:
         self._grace_s = _GRACE_S
         self._answered = time.monotonic()
         self._gone = threading.Event()
+        self._silent: frozenset[int] = frozenset()  # when this rank's run was about to end by a failure
         self._well = self._released = False  # this rank's run has ended well; rank 0's, and the store may go
         self._kept_at = end_of(self._store)
         self._store_watch = StoreWatch(self._store, self._lose_store)
@@ -133,8 +134,13 @@ class FailureWatch:
                 self._notice()
                 if self._rank != 0:
                     return  # rank 0 stays as long as the first: the store goes with it
-            while self._store.add(self._key(_SEEN_KEY), 0) < self._world_size - 1 and time.monotonic() < end:
+            while self._store.add(self._key(_SEEN_KEY), 0) < self._hearing() and time.monotonic() < end:
                 time.sleep(0.05)
+
+    def _hearing(self) -> int:
+        """How many other ranks may hear of a failure: those whose host is cut off have not answered before."""
+        self._silent |= self.stalls.silent
+        return self._world_size - 1 - len(self._silent - {self._rank})
 
     def _tell_first(self, failure: Failure) -> bool:
         """Tell ``failure``, unless another one was told before; whether it was not."""
@@ -230,7 +236,7 @@ class FailureWatch:
             return exception
         end = time.monotonic() + _CAUSE_S
         # the thread looks, which may not come back
-        while self._cause is None and time.monotonic() < end and self._reachable():
+        while self._cause is None and time.monotonic() < end and self._reachable() and not self._is_alone():
             time.sleep(0.05)
         cause = self._cause
         if cause is None:
@@ -239,6 +245,10 @@ class FailureWatch:
             kind, _, words = cause.words.partition(": ")
             return UnevenDataError(words) if kind == UnevenDataError.__name__ else exception
         return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
+
+    def _is_alone(self) -> bool:
+        """Whether no other rank can say anything."""
+        return self._world_size > 1 and self._hearing() == 0
 
     def stall(self) -> str:
         """Who keeps this rank waiting, as far as that is known; empty: nobody."""

@@ -42,11 +42,13 @@ class Stalls:
 
     Attributes:
         told: what is known of the present stall, in one line; empty where there is none.
+        silent: the ranks that did not answer when this one has asked, in the present stall.
         place: what the training thread is at, in words.
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int, timeout_s: float | None) -> None:
         self.told = ""
+        self.silent: frozenset[int] = frozenset()
         self.place: Callable[[], str] = lambda: ""
         self._store, self._prefix = store, f"{prefix}/stall"
         self._rank, self._world_size = rank, world_size
@@ -94,7 +96,7 @@ class Stalls:
         if at is None or at != self._at or is_busy:
             self._since = now
         if (at is None or is_busy) and self._asks_since is None:
-            self.told, self._hears = "", None  # it goes on
+            self.told, self.silent, self._hears = "", frozenset(), None  # it goes on
         self._at, self._computed, self._looked = at, computed, now
         return now - self._since
 
@@ -114,6 +116,7 @@ class Stalls:
             for rank in range(self._world_size):
                 key = f"{question}/answer/{rank}"
                 answers[rank] = json.loads(self._store.get(key)) if self._store.check([key]) else None
+            self.silent = frozenset(rank for rank, answer in answers.items() if answer is None)
             self.told = _describe(answers, self._host_of)
             self._store.set(result, json.dumps(self.told))
             print(f"[rank {self._rank}] has waited for {waited_s:.0f} s: {self.told}", file=sys.stderr, flush=True)

@@ -116,6 +116,19 @@ def test_rank_0_whose_process_holds_the_store_stays_until_all_know_who_failed_fi
     last.stop()
 
 
+def test_nobody_waits_for_a_rank_that_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_NOTICE_S", 60.0)
+    monkeypatch.setattr(failure, "_CAUSE_S", 60.0)
+    watch = failure.FailureWatch(KeptStore(), rank=0, world_size=2)
+    watch.stalls.silent = frozenset({1})
+    with pytest.raises(RuntimeError) as lost:
+        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
+    ended = threading.Thread(target=lambda: watch.report(watch.explain(lost.value)), daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive()
+
+
 def test_who_fails_first_is_returned_to_those_that_report_after() -> None:
     store = KeptStore()
     watches = [failure.FailureWatch(store, rank=rank, world_size=1) for rank in range(2)]

@@ -82,6 +82,7 @@ def test_a_rank_that_is_stopped_is_named_for_not_answering() -> None:
         assert ranks.stalls[1].told == (
             "rank 2 on host b1 does not answer: it is stopped or swapped out, or its host is cut off"
         )
+        assert [ranks.stalls[rank].silent for rank in (0, 1)].count(frozenset({2})) == 1, "who has asked knows"
 
 
 def test_where_all_wait_each_says_for_what_and_a_rank_that_computes_asks_nobody() -> None:
