@@ -237,11 +237,16 @@ class _Batch:
     def _place(self, action: Action) -> str:
         return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"
 
-    @contextlib.contextmanager
-    def _watching(self, run: StageRun, microbatch: int) -> Iterator[None]:
+    def _watching(self, run: StageRun, microbatch: int) -> contextlib.AbstractContextManager[None]:
         """Around a forward: refuses what a split backward would break or make slow; lets the observer time it."""
+        splits = self.request.trains and self.schedule.gradient_op(run.stage) is Op.BACKWARD_INPUT
+        if splits or self.observer.minds_checkpointing:
+            return self._noticing_checkpoints(run, microbatch, splits=splits)
+        return self.observer.forward(run.stage)
+
+    @contextlib.contextmanager
+    def _noticing_checkpoints(self, run: StageRun, microbatch: int, *, splits: bool) -> Iterator[None]:
         schedule, stage, observer = self.schedule, run.stage, self.observer
-        splits = self.request.trains and schedule.gradient_op(stage) is Op.BACKWARD_INPUT
         if splits:
             check_splittable(stage, schedule.name, run.received)
 

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of ``random``."""
+_seed_python = super(random.Random, _PYTHON).seed  # in C: steps seed at every layer
 
 
 def derive_seed(*parts: int) -> int:
@@ -36,7 +39,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed Python's, NumPy's and torch's generators."""
-    random.seed(seed)
+    _seed_python(seed)
+    _PYTHON.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
     seed_torch(seed, device)
 

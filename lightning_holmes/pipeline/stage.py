@@ -59,7 +59,7 @@ class StageRun:
     backward: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Passing:
     """A step at a layer: one that is run, or a non-local one with what it hands on."""
 
@@ -335,13 +335,13 @@ class PipelineModule:
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
             self.absence.counts = not run.backward  # where what is computed again has been judged before
-            return _Passing(run=run, index=index)
+            return _Passing(run, index)
         self._seed(run, 2 * index + 3)
         if index == self.partition.layers_of(run.stage)[0] - 1:
             output = self._hand_on_received(run, index, args, kwargs)
         else:
             output = self._nonlocal_output(run, index, args, kwargs)
-        return _Passing(run=run, index=index, is_nonlocal=True, output=output)
+        return _Passing(run, index, True, output)
 
     def holds(self, indices: Sequence[int]) -> bool:
         """Whether this rank can run the layer at ``indices``; one at several of them has no weights."""
@@ -427,7 +427,7 @@ class PipelineModule:
     def _nonlocal_output(self, run: StageRun, index: int, args: Any, kwargs: Any) -> Any:
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
-        handed = {number: value for (layer, number), value in run.beside.items() if layer == index}
+        handed = {n: value for (layer, n), value in run.beside.items() if layer == index} if run.beside else None
         if not handed:
             return tree.unflatten(expected.template, self._blank_leaves(run, index, args, kwargs))
         count = len(expected.live)

@@ -85,6 +85,9 @@ def each_tensor(value: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in the order of :func:`flatten`."""
     if isinstance(value, Tensor):
         yield value
+    elif type(value) in (tuple, list):  # as most are
+        for child in value:
+            yield from each_tensor(child)
     elif is_container(value):
         for _, child in children_of(value):
             yield from each_tensor(child)
