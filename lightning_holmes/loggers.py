@@ -117,13 +117,13 @@ class RunRecord(Callback):
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
     The plan, and how gradients are summed, are known once the first batch has run; the latter may change: each choice goes
-    the same way, in CSVLogger's folder to gradient_sync.yaml. A job that was started again gives its history: starts, faults, and the seconds that
-    they have cost, as `lightning-holmes status` shows them; in CSVLogger's folder history.txt.
+    the same way, in CSVLogger's folder to gradient_sync.yaml. A job that was started again, or has survived a fault, gives its history: starts,
+    faults, and the seconds that they have cost, as `lightning-holmes status` shows them; in CSVLogger's folder history.txt.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = config
-        self._recorded = 0
+        self._recorded = self._moves = 0
         self._awaits_plan = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -131,6 +131,10 @@ class RunRecord(Callback):
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
             self._record_history(trainer, getattr(trainer.strategy, "history", []))
+        moves = len(getattr(trainer.strategy, "moves", ()))
+        if moves > self._moves and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._record_history(trainer, getattr(trainer.strategy, "history", []))
+        self._moves = moves
         choices = getattr(trainer.strategy, "gradient_sync_choices", [])
         if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
@@ -167,9 +171,9 @@ class RunRecord(Callback):
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
 
     def _record_history(self, trainer: Trainer, events: list[Event]) -> None:
-        """Of a job that was started again."""
+        """Of a job that was started again, or has survived a fault."""
         lines = [event.line() for event in events]
-        if sum(event.kind == "start" for event in events) < 2:
+        if sum(event.kind == "start" for event in events) < 2 and not any(event.kind == "moved" for event in events):
             return
         for logger in trainer.loggers:
             if isinstance(logger, LightningWandbLogger):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_holmes.comm.moves import Move
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -51,6 +53,9 @@ class TimelineMonitor(Callback):
         self.file = file
         self.draw = draw
         self._clock: StepClock | None = None
+        self._faults: list[dict[str, Any]] = []
+        self._moves = 0  # of the strategy, that have been noted
+        self._batch_began_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = getattr(trainer.strategy, "start_monitoring", None)
@@ -60,12 +65,18 @@ class TimelineMonitor(Callback):
                 f'use strategy="holmes", or leave the callback out'
             )
         self._clock = start()
+        self._faults = []
+        self._moves = len(trainer.strategy.moves)  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch_began_s = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         self._clock.end_batch()
+        self._note_faults(trainer, trainer.fit_loop.total_batch_idx)
         if self.every_n_steps is not None and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_steps == 0:
             self._clock.interrupt()
             self.write(trainer)
@@ -80,6 +91,14 @@ class TimelineMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._clock = None
 
+    def _note_faults(self, trainer: Trainer, batch: int | None) -> None:
+        """Those that the strategy has survived since, in ``batch``, or between two."""
+        moves: Sequence[Move] = trainer.strategy.moves  # type: ignore[attr-defined]
+        for move in moves[self._moves :]:
+            inside = batch is not None and move.began_s >= self._batch_began_s
+            self._faults.append({"step": batch if inside else None, **move.to_data()})
+        self._moves = len(moves)
+
     def write(self, trainer: Trainer) -> None:
         """Bring the notes together and write them; all ranks must call."""
         assert self._clock is not None
@@ -90,6 +109,7 @@ class TimelineMonitor(Callback):
             return
         if not trainer.is_global_zero:
             return
+        self._note_faults(trainer, None)
         number, count, steps = found
         plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
         prediction = getattr(trainer.strategy, "prediction", None)
@@ -97,7 +117,8 @@ class TimelineMonitor(Callback):
         data = timeline_data(plan, steps, predicted)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.file
-        path.write_text(json.dumps({"step": number, "steps_noted": count, **data}, allow_nan=False), encoding="utf-8")
+        data |= {"step": number, "steps_noted": count, "faults": self._faults}
+        path.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
         if self.draw:
             _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """``kind``: start, resumed, told (by a signal), slow (a rank), failed, or caught up; ``at`` in seconds since the epoch."""
+    """``kind``: start, resumed, told (by a signal), slow (a rank), moved (groups, to other cards), failed, or caught up; ``at`` in seconds since the
+    epoch."""
 
     kind: str
     at: float
@@ -56,4 +57,5 @@ def summary(events: list[Event]) -> str:
     """How often the job was started, and what that has cost."""
     starts = sum(event.kind == "start" for event in events)
     lost_s = sum(event.lost_s for event in events)
-    return f"{starts} start{'s' * (starts != 1)}, {lost_s:.0f} s lost in faults"
+    started = f"{starts} start{'s' * (starts != 1)}, " if starts else ""  # without snapshots they are not known
+    return f"{started}{lost_s:.0f} s lost in faults"

@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from typing import Any
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.copies import Copies, partner_of
+from lightning_holmes.checkpoint.ending import note_exits, why_not_well
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.history import Event, History
 from lightning_holmes.checkpoint.manager import CheckpointManager, Job
@@ -39,7 +41,8 @@ from lightning_holmes.errors import CheckpointError, ConfigurationError
 MEMORY = Path("/dev/shm")
 _PREFIX = "lightning_holmes"
 _MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS, _WHOLE = "mutex", "lock", "attempt", "began", "step", "whole"
-_SAVED, _HISTORY = "checkpoints", "history"
+_SAVED, _HISTORY, _PROCESS = "checkpoints", "history", "process"
+_START = uuid.uuid4().hex  # with its number it names a process, also where containers share the memory
 _DIGITS = 20
 _READ = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"}
 """What a command names and a run does not write."""
@@ -94,7 +97,7 @@ class SnapshotFolder:
     """
 
     def __init__(self, base: Path, name: str, fit: int, start: str = "") -> None:
-        self.base, self._job = base, base / name
+        self.base, self._job, self._fit = base, base / name, fit
         self.path = self._job / f"fit-{fit}"
         self.history = History(self._job / _HISTORY)
         self.is_first = False
@@ -133,6 +136,8 @@ class SnapshotFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 attempt, self.is_first = str(int(attempt) + 1), True
+                for left in self._job.glob(f"{_PROCESS}.*"):
+                    left.unlink()
                 _write(path, f"{attempt} {start}")
             except BlockingIOError:  # another rank, or this process for a fit before, has it; or another job
                 if found != start:
@@ -141,6 +146,7 @@ class SnapshotFolder:
             fcntl.flock(lock, fcntl.LOCK_SH)
             _locks.add(lock)
             self._lock = lock
+            _present(self._job).touch()
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._look_back(int(attempt))
             return True
@@ -191,19 +197,24 @@ class SnapshotFolder:
                     found[path] = step
         return found
 
-    def clear(self) -> None:
-        """Remove the snapshots of a fit that has ended well; the time of its beginning stays."""
+    def clear(self, keep: Path | None = None) -> None:
+        """Remove the snapshots of a fit that has ended well, but for one: the script goes on, and if that fails the job is started again."""
         with contextlib.suppress(FileNotFoundError):  # a rank of this host has ended already, and has removed all
             for path in self.path.iterdir():
-                if path.is_dir():
+                if path.is_dir() and path != keep:
                     atomic.delete(path)
 
+    def ended_fits(self) -> list[Path]:
+        """The snapshots of fits that the process has had before this one."""
+        before = [self._job / f"fit-{number}" for number in range(self._fit)]
+        return [path for fit in before if fit.is_dir() for path in fit.iterdir() if path.is_dir()]
+
     def remove_at_exit(self, *, well: bool) -> None:
-        """Have all that the job has here removed when the process ends without an exception, or not any more; other ranks of the host may do so
-        too. Until then a restart must know that there was something before."""
-        atexit.unregister(_remove_job)
+        """Have all that the job has here removed when the last of this host's processes ends, if all of them have ended well; or not any more."""
+        atexit.unregister(_leave_job)
         if well:
-            atexit.register(_remove_job, self._job)
+            note_exits()
+            atexit.register(_leave_job, self._job)
 
     def release(self) -> None:
         """Let go of the lock, as the process's end does."""
@@ -242,9 +253,20 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _remove_job(folder: Path) -> None:
-    if getattr(sys, "last_value", None) is None:  # the exception that ends a process
-        shutil.rmtree(folder, ignore_errors=True)
+def _present(job: Path) -> Path:
+    """A file of this process in its job's folder, until it has ended well."""
+    return job / f"{_PROCESS}.{_START}-{os.getpid()}"
+
+
+def _leave_job(folder: Path) -> None:
+    """This process, whose last fit has ended well, ends."""
+    why = why_not_well()
+    if why:
+        return History(folder / _HISTORY).note("failed", f"a process ends after its fit has ended well: {why}")
+    with contextlib.suppress(OSError), _alone(folder / _MUTEX):  # another one may have removed it
+        _present(folder).unlink(missing_ok=True)
+        if next(folder.glob(f"{_PROCESS}.*"), None) is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_ended(folder: Path) -> None:
@@ -394,9 +416,9 @@ class SnapshotManager(CheckpointManager):
             self._check_room(job, systems, save)
             self._admitted = True
         kept = {target, self.whole, atomic.temporary_path(target, token)}
-        old = (
-            [p for p in target.parent.iterdir() if p.is_dir() and p not in kept] if systems.is_leader(job.rank) else []
-        )
+        old = []
+        if systems.is_leader(job.rank):
+            old = [p for p in target.parent.iterdir() if p.is_dir() and p not in kept] + self._folder.ended_fits()
         save = replace(save, prepare=functools.partial(_remove, old))
         return save if self._copies is None else replace(save, copy=self._copies)
 
@@ -413,7 +435,8 @@ class SnapshotManager(CheckpointManager):
         kept = [*ranks, *(s for r in ranks if self._copies is not None for s in self._copies.senders(r))]
         needed = int(2 * _ROOM * sum(sizes[rank] for rank in kept))
         usage = shutil.disk_usage(save.target.parent)
-        held = sum(p.stat().st_size for p in save.target.parent.glob("*/*") if p.is_file())
+        freed = (*save.target.parent.iterdir(), *self._folder.ended_fits())
+        held = sum(p.stat().st_size for folder in freed if folder.is_dir() for p in folder.iterdir())
         problem = ""
         if needed > usage.free + held:
             problem = (

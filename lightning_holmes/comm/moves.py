@@ -77,6 +77,35 @@ def _missing() -> ConnectionLostError:
     return ConnectionLostError(f"not all ranks have come to the job's store within {_MEETING_S:.0f} s")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A fault that was survived, or a card that has returned.
+
+    Attributes:
+        why: which, in words.
+        groups: what moves the bytes of each group now, by its name.
+        at: when it was noticed, in seconds since the epoch.
+        began_s: likewise, by this rank's ``time.perf_counter``.
+        seconds: from then until the run went on.
+    """
+
+    why: str
+    groups: dict[str, str]
+    at: float
+    began_s: float
+    seconds: float
+
+    def describe(self) -> str:
+        """In words, without the seconds."""
+        names = ", ".join(list(self.groups)[:4]) + (", ..." if len(self.groups) > 4 else "")
+        now = " and ".join(sorted(set(self.groups.values()))) or "what they used"
+        return f"{self.why}. {len(self.groups)} groups ({names}) use {now} now, and what was under way was repeated"
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"why": self.why, "groups": self.groups, "at": self.at, "seconds": self.seconds}
+
+
 class Moves:
     """The moves of one rank's groups.
 
@@ -86,6 +115,7 @@ class Moves:
 
     Attributes:
         cards: of this rank's host that are watched; None: none.
+        on_done: called with each, in a thread.
         number: moves that have begun in this run.
         is_moving: one is under way.
     """
@@ -93,12 +123,20 @@ class Moves:
     def __init__(self, junction: Junction, transports: GroupTransports, *, rank: int, world_size: int) -> None:
         self.junction = junction
         self.cards: CardWatch | None = None
+        self._done: list[Move] = []
+        self.on_done: Callable[[Move], None] = lambda move: None
         self.number = 0
         self.is_moving = False
         self._transports = transports
         self._rank, self._world_size = rank, world_size
         self._is_over, self._has_failed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+
+    def settled(self) -> tuple[Move, ...]:
+        """Those that came to their end, on all ranks the same, also of runs before; one that is under way is waited for."""
+        if self.is_moving and self._thread is not None:
+            self._thread.join(_MOVE_S)
+        return tuple(self._done)
 
     def begin_run(self, cards: CardWatch | None) -> None:
         """All ranks count anew."""
@@ -144,7 +182,7 @@ class Moves:
         self._thread.start()
 
     def _move(self, place: _Place, why: str) -> None:
-        began = time.monotonic()
+        began_s = time.perf_counter()
         transports, groups = self._transports, list(self.junction.groups)
         mine, devices = [] if self.cards is None else self.cards.down(), self.junction.devices
         told = place.meet([transports.names_of_cards(mine), sorted(devices.ends)])
@@ -171,7 +209,7 @@ class Moves:
             if None in members:
                 raise ConnectionLostError(f"the group {group.group_desc} was being made or ended on some rank")
             group.repeat(members)
-        self._tell(place, why, groups, time.monotonic() - began)
+        self._tell(place, why, groups, began_s)
 
     def _connect(self, place: _Place, what: str, groups: Sequence[MovableGroup]) -> str:
         """Connect all, in the order in which all ranks have them; what went wrong on some rank, or ""."""
@@ -183,20 +221,18 @@ class Moves:
             said = str(error).splitlines()[0] or type(error).__name__
         return next(filter(None, place.gather(what, said)), "")
 
-    def _tell(self, place: _Place, why: str, groups: Iterable[MovableGroup], seconds: float) -> None:
-        """One line, by rank 0."""
+    def _tell(self, place: _Place, why: str, groups: Iterable[MovableGroup], began_s: float) -> None:
+        """Note it, and let rank 0 say so in a line."""
         moved = {group.group_desc: self._transports.describe(_ranks(group))[0] for group in groups}
         everyone: dict[str, str] = {}
         for of_rank in place.gather("moved", moved):
             everyone |= of_rank
+        seconds = time.perf_counter() - began_s
+        move = Move(why=why, groups=everyone, at=time.time() - seconds, began_s=began_s, seconds=seconds)
+        self._done.append(move)
+        self.on_done(move)
         if self._rank == 0:
-            names = ", ".join(list(everyone)[:4]) + (", ..." if len(everyone) > 4 else "")
-            now = " and ".join(sorted(set(everyone.values()))) or "what they used"
-            print(
-                f"{why}. {len(everyone)} groups ({names}) use {now} now, and what was under way was repeated; {seconds:.1f} s "
-                f"after it was noticed the run goes on",
-                flush=True,
-            )
+            print(f"{move.describe()}; {seconds:.1f} s after it was noticed the run goes on", flush=True)
 
 
 def _ranks(group: MovableGroup) -> list[int]:

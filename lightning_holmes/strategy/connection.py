@@ -51,6 +51,7 @@ class Connection:
         inventory: of this host; None where all ranks are on one host, or :meth:`open` has not been called.
         user: the settings of libraries that the user has made in the environment.
         failed: this rank has failed since :meth:`open`, or been told so: others do not come to collectives any more.
+        moves: brings groups to other cards; None: no rank has such.
         watch: talks to the other ranks beside their collectives; None between runs and after a failure.
     """
 
@@ -70,7 +71,7 @@ class Connection:
         self._environment = environment
         self._has_groups = False
         self._cards: CardWatch | None = None
-        self._moves: Moves | None = None
+        self.moves: Moves | None = None
         self._addresses: frozenset[str] = frozenset()
         self._alike: Sequence[Sequence[int]] = ()
 
@@ -143,7 +144,7 @@ class Connection:
             alike: the ranks of each stage.
         """
         self._addresses, self._alike = frozenset(addresses), alike
-        self._has_groups, self._cards, self._moves = True, CardWatch(cards) if cards else None, moves
+        self._has_groups, self._cards, self.moves = True, CardWatch(cards) if cards else None, moves
         if self.watch is not None:
             self.watch.on_doubt = None
             self._watch_cards(self.watch)
@@ -151,8 +152,8 @@ class Connection:
     def _watch_cards(self, watch: FailureWatch) -> None:
         watch.cards, watch.peers = self._cards, self._addresses
         watch.stragglers.alike = self._alike
-        if self._moves is not None:
-            watch.move_by(self._moves)
+        if self.moves is not None:
+            watch.move_by(self.moves)
 
     def close(self) -> None:
         """Watch no more; WORLD stays, for a later run."""

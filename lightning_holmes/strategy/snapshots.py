@@ -23,6 +23,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_holmes.checkpoint import Job as Membership
 from lightning_holmes.checkpoint import atomic
@@ -294,7 +295,7 @@ class Snapshots:
     def fail(self, exception: BaseException) -> None:
         """This rank has failed. A snapshot whose damage has shown when the fit was to go on from it is removed here, so that the next start goes on
         from copies elsewhere, or from another one."""
-        if self._member.size == 1:  # others have a watch that notes it
+        if self._member.size == 1 and not isinstance(exception, SIGTERMException):  # others have a watch that notes it
             self.folder.history.note("failed", one_line(exception))
         if isinstance(exception, CheckpointDamagedError) and self.chosen is not None and not self._trains:
             atomic.delete(Path(self.chosen))
@@ -358,7 +359,7 @@ class Snapshots:
     def attached(self) -> Iterator[None]:
         """Inside, batches of the trainer begin as the snapshots need it."""
         loop: Any = self._trainer.fit_loop.epoch_loop
-        advance, on_run_start = loop.advance, loop.on_run_start
+        advance, on_run_start, on_advance_end = loop.advance, loop.on_run_start, loop.on_advance_end
 
         def begin_pass(fetcher: Any) -> None:
             if self._pass_began is None:
@@ -378,8 +379,18 @@ class Snapshots:
             self._trains = True
             self.folder.note_step(self._trainer.global_step)
 
+        def end_batch(fetcher: Any) -> None:
+            try:
+                on_advance_end(fetcher)
+            except SIGTERMException:  # several processes end before their next batch, with a snapshot: BatchSignals
+                if self._trainer.training and not loop.batch_progress.is_last_batch:
+                    self.take_last("SIGTERM")
+                raise
+
         with Replacements() as changes:
             changes.replace(loop, advance=begin_batch, on_run_start=begin_pass)
+            if self._member.size == 1:
+                changes.replace(loop, on_advance_end=end_batch)
             yield
 
     def _note_pass(self, loop: Any) -> None:
@@ -413,11 +424,11 @@ class Snapshots:
     # the end
 
     def close(self, *, well: bool) -> None:
-        """At the fit's end. Where it has ended well on all ranks nothing is left of the snapshots."""
+        """At the fit's end. Where it has ended well on all ranks the last snapshot is left, until the process ends well, too."""
         self.folder.remove_at_exit(well=well)
         if well:
             self.manager.settle(self._member)
-            self.folder.clear()
+            self.folder.clear(keep=self.manager.whole)
         else:
             try:
                 self.manager.finish(failed=True, alone=self._member.size == 1)

@@ -9,7 +9,7 @@ Fit, which tell their plan and their optimizer's names and shards also after the
 """
 
 import gc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -36,6 +36,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
+from lightning_holmes.comm.moves import Move
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -334,9 +335,19 @@ class HolmesStrategy(ParallelStrategy):
         return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
 
     @property
+    def moves(self) -> Sequence[Move]:
+        """Faults of this process's runs that were survived by repeating transfers (``repeat_transfers=True``), and cards that have returned. One
+        that is under way is waited for."""
+        moves = None if self._connection is None else self._connection.moves
+        return () if moves is None else moves.settled()
+
+    @property
     def history(self) -> list[Event]:
-        """What has happened to this job, on this host, if the present fit takes snapshots: starts, faults, seconds lost."""
-        return [] if self._snapshots is None else self._snapshots.folder.history.read()
+        """What has happened to this job, on this host, if the present fit takes snapshots: starts, faults, seconds lost. Without snapshots: its
+        :attr:`moves`."""
+        if self._snapshots is None:
+            return [Event(kind="moved", at=move.at, words=move.describe(), lost_s=move.seconds) for move in self.moves]
+        return self._snapshots.folder.history.read()
 
     # processes
 

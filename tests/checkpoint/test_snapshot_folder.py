@@ -3,7 +3,11 @@
 import errno
 import os
 import shutil
+import signal
+import socket
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,16 @@ from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, _locks, find_newest, job_name
+from lightning_holmes.checkpoint.snapshots import (
+    _START,
+    SnapshotFolder,
+    SnapshotManager,
+    _leave_job,
+    _locks,
+    find_newest,
+    job_name,
+    jobs_on_host,
+)
 from lightning_holmes.errors import ConfigurationError
 
 _NAME = f"lightning_holmes-{os.geteuid()}-a"
@@ -128,6 +141,68 @@ def test_what_another_rank_of_the_host_has_removed_already_is_no_failure(tmp_pat
     folder.clear()
 
 
+def test_what_a_job_has_goes_when_the_last_of_its_processes_ends_and_all_have_ended_well(tmp_path: Path) -> None:
+    """Two processes of a host; the first to end is the one that is named."""
+
+    def left(first: Callable[[], None]) -> tuple[bool, list[str]]:
+        """Whether anything is left, and what was noted."""
+        folder = tmp_path / first.__name__
+        folder.mkdir()
+        children = []
+        for end in (first, well):
+            ours, theirs = socket.socketpair()
+            ours.settimeout(30)
+            pid = os.fork()
+            if pid == 0:
+                _end_as_python_does(folder, end, theirs)
+            assert ours.recv(1), "it has begun"
+            children.append((pid, ours, theirs))
+        for pid, *ends in children:
+            ends[0].send(b"x")
+            os.waitpid(pid, 0)
+            for end_of_pair in ends:
+                end_of_pair.close()
+        jobs = jobs_on_host(folder)
+        return bool(jobs), [event.words.rpartition(": ")[2] for job in jobs for event in job.events]
+
+    def well() -> None:
+        pass
+
+    def exits() -> None:
+        sys.exit(2)
+
+    def exits_well() -> None:
+        sys.exit(0)
+
+    def raises() -> None:
+        raise ValueError("later")
+
+    def killed() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert left(well) == left(exits_well) == (False, [])
+    assert left(exits) == (True, ["sys.exit(2)"])
+    assert left(raises) == (True, ["later"])
+    assert left(killed) == (True, [])
+    again = SnapshotFolder(tmp_path / "killed", _NAME, 0, "second")
+    assert [path.name for path in again.path.parent.glob("process.*")] == [f"process.{_START}-{os.getpid()}"]
+
+
+def _end_as_python_does(base: Path, end: Callable[[], None], parent: socket.socket) -> None:
+    """A fit that ends well, then what the script does, and what the interpreter does at last."""
+    try:
+        SnapshotFolder(base, _NAME, 0, "start").remove_at_exit(well=True)
+        parent.send(b"x")
+        parent.recv(1)
+        end()
+    except SystemExit:
+        pass
+    except BaseException as error:
+        sys.last_value = error
+    _leave_job(base / _NAME)
+    os._exit(0)
+
+
 def test_notes_that_there_is_no_room_for_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = SnapshotFolder(tmp_path, _NAME, 0)
     folder.note_checkpoint("first.ckpt", 3)
@@ -180,7 +255,9 @@ def test_copies_are_on_another_host_and_in_another_cluster_where_there_is_one(
 
 
 def test_two_snapshots_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = SnapshotFolder(tmp_path, _NAME, 0)
+    """What a fit before has left goes with the first of the next one."""
+    ended, folder = SnapshotFolder(tmp_path, _NAME, 0), SnapshotFolder(tmp_path, _NAME, 1)
+    save(ended.path, 3)
     manager = SnapshotManager(folder, group=lambda: None, clusters=[0])
     monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(64_000_000, 64_000_000))
     about = {"order": ["w"], "parameters": frozenset({"w"}), "plan": "", "assigned": frozenset(), "background": True}
@@ -193,6 +270,7 @@ def test_two_snapshots_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 manager.save_folder(Job(), checkpoint, folder.path / "1", **about)
     manager.settle(Job())
     assert manager.whole == folder.path / "1"
+    assert not (ended.path / "3").exists()
 
 
 class _Usage:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def train(
     if options.get("keep_weights"):
         torch.save(module.state_dict(), folder / f"weights.{options['name']}.{rank}")
     assert trainer.global_step == steps
+    if options.get("exit", {}).get("rank") == int(rank):
+        sys.exit(options["exit"]["code"])
     digest = hashlib.sha256()
     for value in module.state_dict().values():
         digest.update(value.numpy().tobytes())

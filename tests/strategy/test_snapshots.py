@@ -30,7 +30,7 @@ from lightning_holmes.checkpoint import Job
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder
+from lightning_holmes.checkpoint.snapshots import SnapshotFolder, jobs_on_host
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
 
@@ -108,18 +108,28 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
 def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_again(
     whole: Any, tmp_path: Path
 ) -> None:
-    """SIGTERM to one rank: a last snapshot, and an exit code that torchrun takes for a failure on the ranks that were not told."""
+    """SIGTERM to one rank: a last snapshot, and an exit code that torchrun takes for a failure on the ranks that were not told. Where the script
+    then fails after its fit, the last snapshot is there for the next start."""
     _, expected = whole(2, pipeline_parallel_size=2)
     strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 100}
     memory, kill = str(tmp_path / "memory"), {"rank": 0, "step": 5, "signal": "SIGTERM"}
     told = job(2, tmp_path, "told", codes={0, 143}, kill=kill, strategy=strategy, snapshots=memory)
     assert [worker.exit_code for worker in told] == [0, 143]
-    workers = job(2, tmp_path, "again", strategy=strategy, snapshots=memory)
-    assert weights(2, tmp_path, "again") == expected
+    leaving = {"rank": 1, "code": 3}
+    workers = job(2, tmp_path, "again", codes={0, 3}, exit=leaving, strategy=strategy, snapshots=memory)
     left = max(losses(tmp_path, "told"))
     assert left == 6, "between two epochs"
     assert min(losses(tmp_path, "again")) == left + 1
     assert f"goes on from the snapshot of step {left}, 0 before the last one" in workers[0].output
+    (found,) = jobs_on_host(Path(memory))
+    assert [step for step, _ in found.fits[0].snapshots] == [left], (
+        "the process of rank 1 has not ended well after its fit"
+    )
+    assert "ends after its fit has ended well: sys.exit(3)" in found.events[-1].words
+    workers = job(2, tmp_path, "last", strategy=strategy, snapshots=memory)
+    assert f"goes on from the snapshot of step {left}, {STEPS - left} before the last one" in workers[0].output
+    assert losses(tmp_path, "last") == losses(tmp_path, "again") and weights(2, tmp_path, "last") == expected
+    assert not list(Path(memory).iterdir())
 
 
 def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samples_are_counted(tmp_path: Path) -> None:

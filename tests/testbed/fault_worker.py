@@ -27,8 +27,27 @@ from training_worker import join_as_torchrun_would
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
 from lightning_holmes.comm import sockets
+from lightning_holmes.data.counting import CountedDataModule
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
+
+
+class Counted(CountedDataModule):
+    """Rows of which all replicas together take eight a step, whatever their number."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(
+            sequence_length=2, least_length=2, batch_size=batch_size, val_fraction=0.0, num_workers=0, seed=1
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.make_train_loader(rows())
+
+
+def rows() -> TensorDataset:
+    """Those of an epoch: an ordinary loader begins anew with one."""
+    generator, count = torch.Generator().manual_seed(1), SAVED_EVERY * 8
+    return TensorDataset(torch.randn(count, FEATURES, generator=generator), torch.randn(count, 1, generator=generator))
 
 
 class Stack(LightningModule):
@@ -67,21 +86,18 @@ class Stack(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(1)
-        rows = SAVED_EVERY * 8  # an epoch: an ordinary loader begins anew with one
-        data = TensorDataset(
-            torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, 1, generator=generator)
-        )
+        data = rows()
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         parts, part = kwargs["num_replicas"], kwargs["rank"]
         return DataLoader(data, batch_size=8 // parts, sampler=range(part, len(data), parts))
 
 
 class Progress(Callback):
-    """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times."""
+    """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times;
+    after step KILLED_AT + 1 of a process that is alone, if it ``grows``, until that is told to end."""
 
-    def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0) -> None:
-        self.folder, self.attempt, self.moves = folder, attempt, moves
+    def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0, *, grows: bool = False) -> None:
+        self.folder, self.attempt, self.moves, self.grows = folder, attempt, moves, grows
         self.losses: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -91,10 +107,19 @@ class Progress(Callback):
             path = self.folder / f"losses.{trainer.global_rank}.{self.attempt}"
             with path.open("a") as file:
                 file.write(f"{trainer.global_step} {outputs['loss']:.9g}\n")
+        if self.grows and trainer.world_size == 1 and trainer.global_step == KILLED_AT + 1:
+            print("alone", flush=True)
+            end = time.monotonic() + 60
+            while not trainer.received_sigterm and time.monotonic() < end:
+                time.sleep(0.01)
         if self.moves and trainer.global_step == KILLED_AT + 2:
-            moves, end = trainer.strategy._connection._moves, time.monotonic() + 60
+            moves, end = trainer.strategy._connection.moves, time.monotonic() + 60
             while (moves.number < self.moves or moves.is_moving) and time.monotonic() < end:
                 time.sleep(0.05)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        for event in getattr(trainer.strategy, "history", []):
+            print(f"noted: {event.kind}: {event.words}; {event.lost_s:.1f} s", flush=True)
 
 
 def train(
@@ -104,6 +129,7 @@ def train(
     waits: tuple[str, str] | None = None,
     folder: Path | None = None,
     resume: bool = False,
+    data: CountedDataModule | None = None,
     **options: Any,
 ) -> None:
     """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
@@ -113,6 +139,7 @@ def train(
         callbacks.append(ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_train_epoch_end=True))
     trainer = Trainer(
         accelerator="cpu",
+        default_root_dir=folder,
         max_epochs=STEPS // SAVED_EVERY,
         use_distributed_sampler=False,
         logger=False,
@@ -122,7 +149,7 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(Stack(kill=kill, waits=waits), ckpt_path="last" if resume else None)
+    trainer.fit(Stack(kill=kill, waits=waits), datamodule=data, ckpt_path="last" if resume else None)
 
 
 def write_when_the_link_is_cut() -> None:
@@ -151,12 +178,15 @@ def memory_of_this_host(folder: str) -> str:
 
 def main(folder: Path, options: dict[str, Any]) -> None:
     attempt = options.get("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if options.get("grows"):  # torchrun does not count a start for the sake of more hosts
+        attempt = str(len(list(folder.glob(f"losses.{os.environ['RANK']}.*"))))
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
     snapshots = {}
     if "snapshots" in options:
-        snapshots = {"snapshot_every_n_steps": 1, "snapshot_folder": memory_of_this_host(options["snapshots"])}
+        every = options.get("every", 1)
+        snapshots = {"snapshot_every_n_steps": every, "snapshot_folder": memory_of_this_host(options["snapshots"])}
     strategy = HolmesStrategy(
         pipeline_parallel_size=int(os.environ["WORLD_SIZE"])
         if options.get("pipeline") == "hosts"
@@ -164,15 +194,17 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         num_microbatches=2,
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
         sharded_optimizer=options.get("sharded_optimizer", "auto"),
-        repeat_transfers="waits" in options,
+        repeat_transfers=options.get("repeats", "waits" in options),
+        monitor=options.get("monitor", False),
         **snapshots,
     )
     train(
-        Progress(folder, attempt, options.get("moves", 0)),
+        Progress(folder, attempt, options.get("moves", 0), grows=options.get("grows", False)),
         kill=kill,
         waits=options.get("waits") if os.environ["RANK"] == "1" else None,
         folder=folder,
         resume=attempt != "0" and not snapshots,
+        data=Counted(4) if options.get("grows") else None,
         strategy=strategy,
         devices=options.get("devices", 1),
         num_nodes=options["num_nodes"],

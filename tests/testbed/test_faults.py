@@ -6,6 +6,7 @@ last checkpoint is whole, so that a run which torchrun starts again goes on from
 
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Progress, Stack, train
+from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Counted, Progress, Stack, train
 from launch import forked_executable, forked_python
 
 from lightning_holmes import checkpoint
@@ -28,7 +29,8 @@ pytestmark = [
     pytest.mark.xdist_group("testbed_faults"),
     pytest.mark.timeout(280),
 ]
-MOVING = ("waits", "moves", "sharded_optimizer")
+GROWING = ("num_nodes", "grows", "every")
+MOVING = ("waits", "repeats", "moves", "sharded_optimizer", "monitor")
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(
@@ -39,10 +41,10 @@ TWO_HOSTS = Topology(
 
 
 @cache
-def plain() -> dict[int, float]:
+def plain(*, counted: bool = False) -> dict[int, float]:
     """Losses of one process, by step."""
     progress = Progress()
-    train(progress, devices=1)
+    train(progress, devices=1, data=Counted(8) if counted else None)
     assert sorted(progress.losses) == list(range(1, STEPS + 1))
     return progress.losses
 
@@ -93,7 +95,7 @@ class Cut:
 def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     given = {
         key: options.pop(key)
-        for key in ("timeout_s", "kill_rank", "waits_for_cut", "snapshots", "attempt", "pipeline", *MOVING)
+        for key in ("timeout_s", "kill_rank", "waits_for_cut", "snapshots", "attempt", "pipeline", *GROWING, *MOVING)
         if key in options
     }
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(options.get("hosts", bed.hosts)), **given})]
@@ -123,8 +125,9 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
 def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
     timeout_s = 8
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", at=5)
-        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python())
+        cut = Cut(bed, "west.eth0", at="waiting")  # in a step, and not while a checkpoint is written
+        given = {"waits": ("training_step", bed.layout.nic("west.eth0")[1].interface), "repeats": False}
+        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python(), **given)
         taken = cut.end()
     assert all(result.exit_code for result in results.values()), shown(results)
     assert taken < timeout_s + 15, shown(results)
@@ -136,7 +139,7 @@ def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_na
     )
     assert told is not None, shown(results)
     assert re.search(r"gloo.*rank 0 on (east|west) \(eth0 [\d.]+\), rank 1 on (east|west) \(eth0", told[2]), told[0]
-    assert_last_checkpoint_is_whole(tmp_path, at_least=4)
+    assert_last_checkpoint_is_whole(tmp_path, at_least=6)
 
 
 def test_a_link_that_is_cut_for_good_while_a_checkpoint_is_written_ends_all_ranks(tmp_path: Path) -> None:
@@ -204,6 +207,57 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
     assert before | after == pytest.approx(plain(), rel=1e-5)
 
 
+def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batches(tmp_path: Path) -> None:
+    """Two replicas under torchrun, one of them alone, two again. The host that was lost comes with nothing. Baseline: one process, whose loss is
+    the mean of theirs, to 1e-5."""
+    memory = tmp_path / "memory"
+    patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    elastic = [
+        "--nnodes=1:2",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=growing",
+        f"--rdzv-conf={patience}",
+    ]
+    options: dict[str, Any] = {"snapshots": str(memory), "every": 3, "kill_rank": 1, "pipeline": 1, "grows": True}
+    returned: dict[str, HostResult] = {}
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        elastic.append(f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29412")
+        options |= {"before": elastic, "processes_per_host": 1, "num_nodes": 2}
+        options["env"] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/faults.md
+        threads: dict[str, threading.Thread] = {}
+
+        def come_back() -> None:
+            shutil.rmtree(f"{memory}.west")
+            returned.update(run(bed, tmp_path, hosts=["west"], **options))
+
+        def act(host: str, line: str) -> None:
+            what = {"killed": lambda: bed.kill("west"), "alone": come_back}.get(line)
+            if what is not None and line not in threads:
+                threads[line] = threading.Thread(target=what)
+                threads[line].start()
+
+        results = run(bed, tmp_path, node_order=["east", "west"], echo=act, **options)
+        for thread in threads.values():
+            thread.join()
+    everything = f"{shown(results)}\nwest, when it was back: {shown(returned)}"
+    east = results["east"].output
+    assert results["west"].exit_code and results["east"].exit_code == returned["west"].exit_code == 0, everything
+    lost, alone, both = (losses(tmp_path, 0, attempt) for attempt in range(3))
+    lost_too, both_too = (losses(tmp_path, 1, attempt) for attempt in range(2))
+    step = min(alone) - 1
+    assert step in (1, 4), "the last one may not have been written"
+    assert [max(lost), max(alone), min(both), max(both)] == [KILLED_AT, KILLED_AT + 1, KILLED_AT + 2, STEPS], everything
+    assert list(both) == list(both_too), everything
+    assert f"goes on from the snapshot of step {step}, {KILLED_AT - step} before the last one" in east, everything
+    assert "2 replicas took it; 1 go on with batches of 8 in 4 microbatches each" in east, everything
+    assert f"goes on from the snapshot of step {KILLED_AT + 1}, 0 before the last one" in east, everything
+    assert "1 replicas took it; 2 go on with batches of 4 in 2 microbatches each" in east, everything
+    means = [{s: (a[s] + b[s]) / 2 for s in a} for a, b in ((lost, lost_too), (both, both_too))]
+    for part in (means[0], alone, means[1]):
+        assert part == pytest.approx({step: plain(counted=True)[step] for step in part}, rel=1e-5)
+
+
 def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_over_ethernet(tmp_path: Path) -> None:
     """Two replicas; baseline: one process, whose loss is the mean of theirs, to 1e-5. The timeout is five minutes."""
     nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
@@ -229,8 +283,8 @@ def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_
 
 
 CARDS: dict[str, dict[str, Any]] = {
-    "stages, and it returns": {"pipeline": 2, "hook": "training_step", "moves": 2},
-    "replicas": {"pipeline": 1, "hook": "training_step"},
+    "stages, and it returns": {"pipeline": 2, "hook": "training_step", "moves": 2, "monitor": True},
+    "replicas": {"pipeline": 1, "hook": "training_step", "snapshots": True},
     "the gather after an optimizer's step": {
         "pipeline": 1,
         "hook": "on_before_optimizer_step",
@@ -250,6 +304,8 @@ def test_a_fast_card_that_goes_down_in_mid_step_costs_seconds_and_nothing_else(c
         returns = 7.0 if "moves" in options else None
         cut = Cut(bed, "a1.mlx5_0", at="waiting", seconds=returns)
         given = {key: value for key, value in options.items() if key != "hook"} | {"waits": (options["hook"], card)}
+        if options.get("snapshots"):
+            given |= {"snapshots": str(tmp_path / "memory"), "env": {"TORCHELASTIC_RUN_ID": "cards"}}
         results = run(bed, tmp_path, timeout_s=300, echo=cut, before=forked_python(), **given)
         cut.end()
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
@@ -262,5 +318,12 @@ def test_a_fast_card_that_goes_down_in_mid_step_costs_seconds_and_nothing_else(c
         r"the roce card mlx5_0 \(\S+, [\d.]+\) of host a1 went down, which the group holmes_", told[0][0]
     ), told
     assert [("eth0" in cards) for _, _, cards, _ in told] == [True, False][: options.get("moves", 1)], told
+    noted = re.findall(r"^noted: moved: (.*)\. \d+ groups .*; ([\d.]+) s$", results["a0"].output, re.MULTILINE)
+    assert noted == [(why, seconds) for why, *_, seconds in told], shown(results)
+    if "monitor" in options:
+        faults = json.loads((tmp_path / "timeline.json").read_text())["faults"]
+        assert [(fault["why"], f"{fault['seconds']:.1f}") for fault in faults] == noted
+        assert faults[0]["step"] == KILLED_AT and all(fault["groups"] for fault in faults)
+        assert [set(fault["groups"].values()) == {"gloo on eth0"} for fault in faults] == [True, False], faults
     known = [losses(tmp_path, rank) for rank in range(2)]
     assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
