@@ -419,8 +419,8 @@ class PipelineModule:
         arrived = iter(run.received)
         blank = None if all(expected.live) else self._blank_leaves(run, index, args, kwargs)
         leaves = [
-            _own_copy(next(arrived)) if live else blank[number]  # type: ignore[index]
-            for number, live in enumerate(expected.live)
+            _own_copy(next(arrived), shares=not changed) if live else blank[number]  # type: ignore[index]
+            for number, (live, changed) in enumerate(zip(expected.live, expected.changed, strict=True))
         ]
         return tree.unflatten(expected.template, leaves)
 
@@ -561,6 +561,21 @@ def _refuse_placeholder(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _own_copy(received: Tensor) -> Tensor:
-    """What user code may change in place: a leaf that waits for its gradient must not be."""
-    return received.clone() if received.requires_grad else received
+def _own_copy(received: Tensor, *, shares: bool = False) -> Tensor:
+    """What user code may change in place: a leaf that waits for its gradient must not be. ``shares``: in its memory, whose values nobody
+    else needs; a change that the traced step makes has a copy, since the code before it may run again."""
+    if not received.requires_grad:
+        return received
+    return _Alias.apply(received) if shares else received.clone()  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory, of which torch does not say that it is a view of a leaf."""
+
+    @staticmethod
+    def forward(_: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient

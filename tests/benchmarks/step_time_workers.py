@@ -1,5 +1,6 @@
 """What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
+import ctypes
 import itertools
 import statistics
 import time
@@ -17,6 +18,7 @@ import lightning_holmes
 from lightning_holmes.models import GPT
 
 SEQUENCE = 128
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 class Windows(Dataset):  # type: ignore[type-arg]
@@ -112,7 +114,10 @@ def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
 def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
     """Processor seconds of a step, the median of each run, in alternating order: all layers in one stage, and each in its own with all
     microbatches through one before the next; the same microbatches, everything resident, one process. With ``bare``, by plain torch, too.
-    The first steps, in which a process gets the memory of all microbatches, are not counted."""
+    The first steps, in which a process gets the memory of all microbatches, are not counted; nor is it given back to the system after
+    each step and faulted in again, which glibc does at will, up to 0.09 s of 2.8 s: MALLOC_TRIM_THRESHOLD_ for a process that runs."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     found: dict[str, list[float]] = {"one stage": [], "layered": []}
     found |= {"bare one stage": [], "bare layered": []} if options["bare"] else {}
     settings: dict[str, Any] = {"pipeline_parallel_size": 1, "num_microbatches": options["num_microbatches"]}

@@ -345,3 +345,70 @@ def test_a_fit_that_fails_leaves_the_weights_of_its_last_step_as_plain_lightning
     for name, value in left[0].items():
         torch.testing.assert_close(left[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+KEPT: dict[str, list[Tensor]] = {"given": [], "made": []}
+
+
+class Writing(nn.Module):
+    """A layer that doubles its input in place once ``writes`` is set; what it was given and has made is kept."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how, self.writes = how, False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        KEPT["given"].append(hidden.detach())
+        if self.writes and self.how == "a layer":
+            hidden.mul_(2)
+        elif self.writes and self.how == "a layer, data":
+            hidden.data.mul_(2)
+        output: Tensor = self.linear(hidden)
+        KEPT["made"].append(output.detach())
+        return output
+
+
+class Written(Blocks):
+    """The hidden state is changed in place from the second epoch on: by layers, but for the first one, or between them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(Writing(how) for _ in range(4))
+
+    def on_train_epoch_start(self) -> None:
+        for kept in KEPT.values():
+            kept.clear()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = batch
+        for index, layer in enumerate(self.layers):
+            layer.writes = self.late and index > 0
+            hidden = layer(hidden)
+            if self.late and self.how == "between":
+                hidden.mul_(2)
+            elif self.late and self.how == "between, data":
+                hidden.data.mul_(2)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("how", ["a layer", "a layer, data"])
+@pytest.mark.parametrize("options", [LAYERED, SHARDS], ids=["layered", "shards"])
+def test_a_hidden_state_that_layers_change_in_place_in_later_batches_is_exact(
+    how: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    exact(lambda: Written(how), tmp_path, options)
+
+
+@pytest.mark.parametrize("how", ["between", "between, data"])
+def test_a_hidden_state_that_is_changed_in_place_between_layers_in_later_batches_is_refused(
+    how: str, tmp_path: Path
+) -> None:
+    refused(lambda: Written(how), "the step changes output 0 of layer 0 of layers", tmp_path, LAYERED)
+
+
+def test_a_stage_is_given_what_the_one_before_it_made_and_no_copy(tmp_path: Path) -> None:
+    fit(Written("nothing"), tmp_path, HolmesStrategy(**LAYERED))
+    given, made = ({tensor.data_ptr() for tensor in KEPT[kind]} for kind in ("given", "made"))
+    assert len(given & made) == 3 * 2, "stages after the first, microbatches"
