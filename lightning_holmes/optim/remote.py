@@ -10,7 +10,6 @@ its own step does nothing, and the commit goes out behind it. Clipping asks the 
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
-from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.stage_shards import Part
@@ -75,12 +74,14 @@ class RemoteReducer(LayeredReducer):
         self.is_half_done |= self._is_last
 
         def push() -> None:
+            acts = []
             for part, names, buffer in zip(parts, touched, buffers, strict=True):
                 link, unit = self.shards.link_of(part)
                 aggregator = self.shards.aggregators.get(unit)
                 all_names = names if aggregator is None else aggregator.sum(unit, buffer, names, of=part.names)
                 sent = {} if all_names is None else {"touched": all_names, "values": buffer}
-                link.tell(about | {"unit": unit} | sent)
+                acts.append((link, functools.partial(link.tell, about | {"unit": unit} | sent)))
+            at_once(acts)
 
         return push
 
@@ -158,7 +159,6 @@ class RemoteOptimizer:
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
         self._hook = AfterStep(optimizer, self._commit)
-        weakref.finalize(self, _close_all, parameters.links)
 
     def prepare(self) -> None:
         """Refuse parameters that an optimizer is given after the nodes were told of all."""
@@ -257,11 +257,6 @@ class RemoteOptimizer:
 def _states(link: NodeLink, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = link.ask(question)["states"]
     return found
-
-
-def _close_all(links: Sequence[NodeLink]) -> None:
-    for link in links:
-        link.close()
 
 
 class RemoteHost:

@@ -5,12 +5,14 @@ nothing of it stays. Every worker fetches whole parts, so that P bytes come in f
 
     parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue)
     units = parameters.lay_out_units(gradient_dtype=torch.float32)      # what the nodes are told
-    parameters.leave_to(links, place_of)                                # from now on values are there
+    parameters.connect(links, place_of)
+    parameters.lay_out(by_elements=True)                                # from now on values are there
     parameters.fetch(1).wait()
     parameters.release(1)
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -24,8 +26,9 @@ from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.layered import gathered_dtype
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import UnitLayout
-from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
+from lightning_holmes.optim.shards import Piece
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
 
@@ -40,6 +43,7 @@ class RemoteParameters(StageShards):
         num_replicas, replica: how many workers hold the same stages, and which of them this is; the first one's values are those
             that nodes are given.
         queue: where parameters are received.
+        num_nodes: that hold them. A stage's parameters are a unit on each, which come and go side by side.
         keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
 
     Attributes:
@@ -61,6 +65,7 @@ class RemoteParameters(StageShards):
         num_replicas: int,
         replica: int,
         queue: CommQueue,
+        num_nodes: int,
         keeps: bool,
         absence: Absence | None = None,
         compiled: Mapping[str, bool] | None = None,
@@ -79,7 +84,7 @@ class RemoteParameters(StageShards):
         )
         if keeps:
             self._num_buffers = max(1, len(stages))
-        self._keeps = keeps
+        self._keeps, self._num_nodes = keeps, num_nodes
         self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
         self.links: Sequence[NodeLink] = ()
         self.version = self.committed = 0
@@ -96,10 +101,8 @@ class RemoteParameters(StageShards):
             master_weights: they hold and step low precision in fp32.
             gradient_dtype: in which gradients gather; None: each in its parameters' own.
         """
-        for stage, ranks, names in self._grouped():
-            part = self._cut(names, stage, ranks)
-            part.shard = torch.zeros(0, dtype=part.dtype)
-            self._add(part, is_new=False)
+        for stage, ranks, names in self.grouped():
+            self._add(self._cut(names, stage, ranks), is_new=False)
         self._make_buffers()
         order = sorted(range(len(self.parts)), key=lambda i: _place(self.parts[i].stage))
         return {
@@ -116,16 +119,57 @@ class RemoteParameters(StageShards):
             for index, part in ((i, self.parts[i]) for i in order)
         }
 
-    def leave_to(self, links: Sequence[NodeLink], place_of: Mapping[int, int]) -> None:
-        """Give the parameters, which are whole, to the nodes at the other ends of ``links``; ``place_of``: a unit's, in these."""
+    def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
+        found = []
+        for stage, ranks, names in super().grouped():
+            if stage is None or ranks:  # ranks that share them have the same units, and perhaps another number of nodes
+                found.append((stage, ranks, names))
+                continue
+            sizes = {i: self.parameters[name].numel() for i, name in enumerate(names)}
+            places = assign(sizes, self._num_nodes)
+            parts = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
+            found += [(stage, ranks, part) for part in parts if part]
+        return found
+
+    def place_of(self, num_places: int) -> dict[int, int]:
+        """Which of so many nodes holds each unit: those of a stage different ones."""
+        num_bytes = {i: part.numel * part.dtype.itemsize for i, part in enumerate(self.parts)}
+        return assign(num_bytes, num_places, stage_of={i: part.stage for i, part in enumerate(self.parts)})
+
+    def _new_shard(self, numel: int, like: Tensor) -> Tensor:
+        return torch.zeros(0, dtype=like.dtype)
+
+    def connect(self, links: Sequence[NodeLink], place_of: Mapping[int, int]) -> None:
+        """The nodes are at the other ends of ``links``, until nobody has these parameters any more; ``place_of``: a unit's, in these."""
         self.links = links
+        weakref.finalize(self, _close_all, links)
         self._link_of = {index: links[place] for index, place in place_of.items()}
         unit_of = {name: index for index, part in enumerate(self.parts) for name in part.names}
         writers = {id(link): NodeWriter(link, unit_of, lambda: self.version) for link in links}
         self._writer_of = {name: writers[id(self._link_of[index])] for name, index in unit_of.items()}
+
+    def lay_out(
+        self,
+        *,
+        by_elements: bool,
+        bring: Callable[[Sequence[str]], None] | None = None,
+        former: StageShards | None = None,
+    ) -> list[Piece]:
+        """Give the parameters to the nodes; arguments as there. There are no pieces: nodes hold whole parts."""
+        if former is not None:
+            bring = functools.partial(former.bring_into, self.parameters)
         for part in self.parts:
+            if bring is not None:
+                bring(part.names)
             self._keep(part)
+        if former is not None:
+            former.queue.close()
         self.version = 1
+        return []
+
+    def has(self, part: Part) -> bool:
+        """No share of any."""
+        return False
 
     def link_of(self, part: Part) -> tuple[NodeLink, int]:
         """Where a part is, and its number there."""
@@ -148,13 +192,15 @@ class RemoteParameters(StageShards):
         missing = [pair for pair in zip(parts, buffers, strict=True) if not self._has(*pair)]
 
         def bring() -> None:
+            alone = []
             for part, buffer in missing:
-                index = self.link_of(part)[1]
+                link, index = self.link_of(part)
                 ask = functools.partial(self._ask, part, buffer, version=version)
                 if index in self.aggregators:
                     self.aggregators[index].bring(index, buffer, ask)
                 else:
-                    ask()
+                    alone.append((link, ask))
+            at_once(alone)
 
         return self.queue.start(bring, "bucket_gather")
 
@@ -237,13 +283,15 @@ class RemoteParameters(StageShards):
                 link.close()
 
     def close(self) -> None:
-        """Give each parameter its values again. Where a failure keeps the nodes from giving those of the last step, NaN stay."""
+        """Give each parameter its values again, unless they stay where they are. Where a failure keeps the nodes from giving those of the
+        last step, NaN stay."""
+        self.stays &= not self._has_failed
         ends_alone = self._has_failed and self.num_replicas == 1
         for link in self.links if ends_alone else ():
             link.wait_at_most(_LAST_VALUES_S)
         try:
             self.settle()
-            for part in self.parts:
+            for part in () if self.stays else self.parts:
                 (buffer,) = allocate([(part.numel, part.dtype)], part.device)
                 if self._has_failed:
                     self._ask(part, buffer, version=self.version, whole=True)
@@ -259,6 +307,30 @@ class RemoteParameters(StageShards):
             if not self._has_failed:
                 raise
         self._buffers = None
+
+
+def assign(
+    num_bytes: Mapping[int, int], num_places: int, *, stage_of: Mapping[int, int | None] | None = None
+) -> dict[int, int]:
+    """A place for each unit, such that all hold about the same number of bytes: the largest first, where least is; those of a stage at
+    different places, as long as there are some."""
+    loads = [0] * num_places
+    taken: dict[int, set[int]] = {}
+    found = {}
+    for index in sorted(num_bytes, key=lambda i: (-num_bytes[i], i)):
+        stage = None if stage_of is None else stage_of[index]
+        used = set() if stage is None else taken.setdefault(stage, set())
+        if len(used) == num_places:
+            used.clear()
+        found[index] = min((place for place in range(num_places) if place not in used), key=lambda place: loads[place])
+        used.add(found[index])
+        loads[found[index]] += num_bytes[index]
+    return found
+
+
+def _close_all(links: Sequence[NodeLink]) -> None:
+    for link in links:
+        link.close()
 
 
 def _place(stage: int | None) -> int:

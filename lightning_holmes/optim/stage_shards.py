@@ -150,7 +150,7 @@ class StageShards:
             bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
         self.by_elements = by_elements
         self._pieces, self.parts, self._places, self._of_stage = [], [], {}, {}
-        for stage, ranks, names in self._grouped():
+        for stage, ranks, names in self.grouped():
             part = self._cut(names, stage, ranks)
             if former is not None and former.has(part):
                 part.shard = former.give(part)
@@ -166,7 +166,7 @@ class StageShards:
         self._make_buffers()
         return self._pieces
 
-    def _grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
+    def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
         """What makes a part each: the stage that reads it, the other ranks that hold it, and its names."""
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         only = {n: next(iter(s)) for n, s in self._stages_of.items() if len(s) == 1 and n not in self._ranks_of}
@@ -207,8 +207,12 @@ class StageShards:
             stage=stage,
             ranks=ranks,
             is_trained=first.requires_grad,
-            shard=torch.zeros(total // self.size, dtype=first.dtype, device=first.device),
+            shard=self._new_shard(total, first),
         )
+
+    def _new_shard(self, numel: int, like: Tensor) -> Tensor:
+        """This replica's share of a part of so many elements."""
+        return torch.zeros(numel // self.size, dtype=like.dtype, device=like.device)
 
     def has(self, part: Part) -> bool:
         """Whether a part lies here in the same way, in other shards."""

@@ -26,6 +26,7 @@ from lightning_holmes.lightning_private import optimizers_to_device, training_ar
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
+from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -71,6 +72,7 @@ class Fit(Run):
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         self._found: Separability | None = None  # of the optimizer, once there is one
+        self._on_nodes: RemoteParameters | None = None  # that stay there when the run has ended
         super().__init__(trainer, context)
         context.resumption.optimizers = []  # of a run that came to no batch
         self.accumulates = False
@@ -162,6 +164,10 @@ class Fit(Run):
         if job.groups.pipeline is not None and options.chooses_schedule and measures:
             self._trial = SplitTrial(self.plan, self.driver, job.connection.device)
 
+    def _waits_for_nodes(self, training: StepSample | None) -> bool:
+        is_new = self.context.builder.waits and self.context.resting.of(self.module) is None
+        return self.options.optimizer_nodes > 0 and training is not None and is_new
+
     def _why_not_sharded(self) -> str | None:
         optimizers = self.trainer.strategy.optimizers
         optimizer = optimizers[0] if optimizers else None
@@ -191,6 +197,9 @@ class Fit(Run):
             self._averages.close()
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
+        if self._on_nodes is not None and not self._on_nodes.stays:  # the run has failed
+            self.context.resting.take(self.module)
+            self._on_nodes = None
         if self.sharing is not None and not self.sharing.shards.stays:
             self.sharing = None
         del self.gradients  # and the buffers
@@ -255,10 +264,26 @@ class Fit(Run):
             state_bytes=found.state_bytes,
             master_weights=sharding.keeps_masters(self.options.sharding_options, self.module),
             keep_parameters=self.options.keep_parameters,
+            fill=self._fill_nodes,
             all_gather=job.connection.all_gather,
             is_eager=not deferred,
             scaler=scaler,
         )
+
+    def _fill_nodes(self, remote: RemoteParameters) -> None:
+        """Give optimizer nodes the module; where it was built without memory they are the only ones that have all of it, from now on."""
+        context = self.context
+        former = context.resting.take(self.module)
+        if context.builder.waits:
+            context.resting.fill(
+                remote, context.builder, context.resumption, self.pipeline, self.job.connection.all_gather
+            )
+        else:
+            remote.lay_out(by_elements=True, former=former)
+            if former is not None:
+                context.resting.keep(remote, self.module)
+        self.sharing = None
+        self._on_nodes = remote if remote.stays else None
 
     def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
         """The optimizer, and how it can be sharded, where ranks shall not hold whole parameters between steps."""
@@ -277,7 +302,7 @@ class Fit(Run):
     @property
     def stage_shards(self) -> StageShards | None:
         """Likewise where optimizer nodes hold them."""
-        remote = self.gradients.stage_shards if self.has_gradients and self.options.optimizer_nodes else None
+        remote = self.gradients.stage_shards if self.has_gradients and self.options.optimizer_nodes else self._on_nodes
         return super().stage_shards if remote is None else remote
 
     def abandon(self) -> None:

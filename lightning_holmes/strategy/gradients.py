@@ -194,6 +194,7 @@ def make_remote_gradients(
     optimizer_states: str,
     state_bytes: float,
     keep_parameters: bool | Literal["auto"],
+    fill: Callable[[RemoteParameters], None],
     master_weights: bool,
     all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
@@ -207,6 +208,7 @@ def make_remote_gradients(
         state_bytes: of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
         keep_parameters: from the forward to the backward.
+        fill: lays out parameters that know their nodes, and gives these the values.
         all_gather: what each rank of WORLD gives, on every rank.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: of ``precision="16-mixed"``, or None.
@@ -218,6 +220,8 @@ def make_remote_gradients(
     keeps, why = keeps_parameters(keep_parameters, num_bytes, device, all_gather)
     if groups.builder.rank == 0:
         print(f"workers {'keep' if keeps else 'let go of'} parameters between forward and backward: {why}", flush=True)
+    places = clusters_of_stages(plan.placement, clusters)
+    by_rank = nodes.share(places)
     remote = RemoteParameters(
         parameters.by_name,
         stages=pipeline.stages,
@@ -226,6 +230,7 @@ def make_remote_gradients(
         num_replicas=size,
         replica=rank,
         queue=make_comm_queue(device),
+        num_nodes=len(by_rank[groups.pipeline_rank]),
         keeps=keeps,
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
@@ -233,23 +238,26 @@ def make_remote_gradients(
     units = remote.lay_out_units(dtype, master_weights=master_weights)
     by_name = parameters.by_name
     marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
-    links, place_of, node_clusters = nodes.open(
+    place_of = remote.place_of(len(by_rank[groups.pipeline_rank]))
+    links = nodes.open(
         units,
+        place_of,
         describe_optimizer(optimizer, names, marks)
         | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
-        clusters=clusters_of_stages(plan.placement, clusters),
+        clusters=places,
         num_workers=size,
         worker=rank,
         states=optimizer_states,
         module=type(pipeline.module).__qualname__,
     )
-    remote.leave_to(links, place_of)
+    remote.connect(links, place_of)
+    fill(remote)
     route = choose_route(
         options.gradient_sync,
         links,
         place_of=place_of,
-        node_clusters=node_clusters,
+        node_clusters=nodes.clusters_of(by_rank),
         clusters=clusters,
         placement=plan.placement,
         groups=groups,

@@ -4,7 +4,8 @@ Rank 0 starts them beside itself, or, where HOLMES_NODE_SECRET is set, waits for
 optimizer-node` with the same secret; and tells the other ranks where they are.
 
     nodes = OptimizerNodes(1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None)      # every rank must call
-    links, place_of = nodes.open(units, told, ...)               # every rank, in each fit
+    by_rank = nodes.share(clusters)                              # every rank, in each fit
+    links = nodes.open(units, place_of, told, ...)
 """
 
 import os
@@ -104,9 +105,20 @@ class OptimizerNodes:
             addresses.append({EVERYWHERE: elsewhere} | {host: heard[address] for host, address in near.items()})
         return self._registry.secret, addresses, clusters
 
+    def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
+        """For each pipeline rank, in these clusters, the nodes of its stages. All ranks must call."""
+        if not self._addresses:
+            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
+        return share_nodes(clusters, self._clusters)
+
+    def clusters_of(self, by_rank: Sequence[Sequence[int]]) -> list[list[str | None]]:
+        """Those of nodes that :meth:`share` has given, as far as they are known."""
+        return [[self._clusters[number] for number in numbers] for numbers in by_rank]
+
     def open(
         self,
         units: Mapping[int, UnitLayout],
+        place_of: Mapping[int, int],
         optimizer: Mapping[str, Any],
         *,
         pipeline_rank: int,
@@ -115,11 +127,11 @@ class OptimizerNodes:
         worker: int,
         states: str,
         module: str,
-    ) -> tuple[list[NodeLink], dict[int, int], list[list[str | None]]]:
-        """Links to the nodes of this rank's stages, which of them holds each unit, and for each pipeline rank the clusters of its nodes,
-        as far as they are known. All ranks must call.
+    ) -> list[NodeLink]:
+        """Links to the nodes of this rank's stages. All ranks must call.
 
         Args:
+            place_of: which of these nodes, as :meth:`share` gives them, holds each unit.
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
             states: HolmesStrategy's optimizer_states.
             module: the name of its class.
@@ -127,12 +139,9 @@ class OptimizerNodes:
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
         """
-        if not self._addresses:
-            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
         self._num_sessions += 1
-        by_rank = share_nodes(clusters, self._clusters)
+        by_rank = self.share(clusters)
         numbers = by_rank[pipeline_rank]
-        place_of = assign({index: unit.numel * unit.dtype.itemsize for index, unit in units.items()}, len(numbers))
         links = []
         for place, number in enumerate(numbers):
             told = {
@@ -155,7 +164,7 @@ class OptimizerNodes:
                     timeout_s=self._timeout_s,
                 )
             )
-        return links, place_of, [[self._clusters[number] for number in numbers] for numbers in by_rank]
+        return links
 
 
 def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
@@ -184,16 +193,6 @@ def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int
     """The nodes that hold the stages of a pipeline rank: with fewer nodes than ranks they take turns, with more a rank has several."""
     own = [number for number in range(num_nodes) if number % num_pipelines == pipeline_rank]
     return own or [pipeline_rank % num_nodes]
-
-
-def assign(num_bytes: Mapping[int, int], num_places: int) -> dict[int, int]:
-    """A place for each unit, such that all hold about the same number of bytes: the largest first, where least is."""
-    loads = [0] * num_places
-    found = {}
-    for index in sorted(num_bytes, key=lambda i: (-num_bytes[i], i)):
-        found[index] = loads.index(min(loads))
-        loads[found[index]] += num_bytes[index]
-    return found
 
 
 class _Registry:

@@ -96,7 +96,8 @@ class Run:
         self.driver = self._whole_driver
         self._whole_steps: set[str] = set()  # which the plan does not suit
         context.undo.callback(self._end)
-        divides = self.job.placement.pipeline_parallel_size > 1 or self.options.sharded_parameters is not False
+        divides = self.job.placement.pipeline_parallel_size > 1 or self.options.optimizer_nodes > 0
+        divides = divides or self.options.sharded_parameters is not False
         context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.resumption.weights is not None)
         if not context.builder.waits:
             context.resumption.put_weights(self.pipeline)
@@ -187,8 +188,10 @@ class Run:
             admission.refuse_accumulation_hooks(self.module)
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         with torch.inference_mode(False):
-            if self._lives_in_shards(planned):
-                self._fill_shards(held)
+            waits = self._waits_for_nodes(training)
+            if waits or self._lives_in_shards(planned):
+                if not waits:
+                    self._fill_shards(held)
                 held = None
             elif held is None:
                 kept = self.context.builder.fill(self.pipeline, overwritten=self.context.resumption.weights is not None)
@@ -197,7 +200,8 @@ class Run:
             if held is not None:
                 group = self.job.groups.pipeline
                 move_parameters(self.pipeline, held, self._held(), self._ranks, group, connection.rank)
-            self.context.resumption.put_weights(self.pipeline)
+            if not waits:
+                self.context.resumption.put_weights(self.pipeline)
         if training is not None or self.trainer.state.fn != TrainerFn.FITTING:
             show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
@@ -205,7 +209,12 @@ class Run:
     def _lives_in_shards(self, planned: RuntimePlan) -> bool:
         """Whether a module that is built without memory gets its values in shards: by the plan, or since it has them there."""
         is_resting = self.context.resting.of(self.module) is not None
-        return self.context.builder.defers and (planned.sharded_parameters or is_resting)
+        divides = planned.sharded_parameters or self.options.optimizer_nodes > 0
+        return self.context.builder.defers and (divides or is_resting)
+
+    def _waits_for_nodes(self, training: StepSample | None) -> bool:
+        """Whether optimizer nodes, which are not known yet, are given the values of a module that was built without memory."""
+        return False
 
     def _fill_shards(self, held: Sequence[set[str]] | None) -> None:
         """Have this rank's shares of the parameters, which no rank has whole.

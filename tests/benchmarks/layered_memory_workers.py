@@ -10,8 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
@@ -35,9 +37,9 @@ class Block(nn.Module):
 class Deep(pl.LightningModule):
     """Equal layers and nothing else, in which a batch of one sample has hardly any activations."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, *, is_checkpointed: bool = False) -> None:
         super().__init__()
-        self.width, self.depth = width, depth
+        self.width, self.depth, self.is_checkpointed = width, depth, is_checkpointed
         self.layers: Any = None
 
     def configure_model(self) -> None:
@@ -47,7 +49,7 @@ class Deep(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         hidden = batch
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
         loss = hidden.square().mean()
         self.log("loss", loss)
         return loss
@@ -57,6 +59,19 @@ class Deep(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
+
+
+class ShardedDeep(Deep):
+    """The same for FSDP2, each layer sharded before it has memory."""
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            with torch.device("meta"):
+                super().configure_model()
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            for layer in self.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
 
 
 def trainer(strategy: Any, **length: int) -> pl.Trainer:
@@ -94,7 +109,7 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before, grown = rss_mb("VmRSS"), {}
-        strategy = HolmesStrategy(sharded_parameters=True, num_microbatches=2, **payload.get("holmes", {}))
+        strategy = HolmesStrategy(num_microbatches=2, **payload.get("holmes", {"sharded_parameters": True}))
         run, module = trainer(strategy, max_steps=3), Deep(width, depth)
         run.fit(module, loader(width), loader(width))
         grown["fit"] = rss_mb("VmHWM") - before
@@ -105,6 +120,14 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
         found[depth] = grown
         del run, module, strategy
     return found
+
+
+OTHERS: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "fsdp2": lambda: ModelParallelStrategy(
+        data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
+    ),
+}
 
 
 class Losses(pl.Callback):
@@ -118,12 +141,20 @@ class Losses(pl.Callback):
 
 
 def train(
-    width: int, depth: int, strategy: dict[str, Any] | None, epochs: int, resume: Path | None, save: Path | None
+    width: int,
+    depth: int,
+    strategy: dict[str, Any] | str,
+    epochs: int,
+    resume: Path | None = None,
+    save: Path | None = None,
+    is_checkpointed: bool = False,
 ) -> dict[str, Any]:
-    """A fit up to ``epochs``, two steps each, by HolmesStrategy with these arguments or by DDP, from one checkpoint on and to another: the losses of its steps."""
+    """A fit up to ``epochs``, two steps each, by HolmesStrategy with these arguments, by "ddp" or "fsdp2", from one checkpoint on and to another: the losses of its steps."""
     pl.seed_everything(3)
-    losses, module = Losses(), Deep(width, depth)
-    run = trainer(DDPStrategy() if strategy is None else HolmesStrategy(**strategy), max_epochs=epochs)
+    losses = Losses()
+    module = (ShardedDeep if strategy == "fsdp2" else Deep)(width, depth, is_checkpointed=is_checkpointed)
+    made = OTHERS[strategy]() if isinstance(strategy, str) else HolmesStrategy(**strategy)
+    run = trainer(made, max_epochs=epochs)
     run.callbacks.append(losses)  # type: ignore[attr-defined]
     run.fit(module, loader(width, 4), ckpt_path=resume)
     if save is not None:
@@ -137,16 +168,22 @@ def export(source: Path, file: Path, **_: Any) -> dict[str, Any]:
     return {}
 
 
-def main(folder: Path, rank: int) -> None:
+def bare() -> dict[str, Any]:
+    """What a process holds that has done nothing but its imports, MB."""
+    return {"resident": rss_mb("VmRSS")}
+
+
+def main(folder: Path, rank: str) -> None:
     """In a process of its own: call what the folder says in a group with a limit of memory, which this joins when all is imported, and
-    write down what it returns, with the growth of the peak memory, MB."""
+    write down what it returns, with the growth of the peak memory, MB. An optimizer "node" has no limit."""
     torch.set_num_threads(1)
     target, payload, procs = pickle.loads((folder / "payload").read_bytes())
     before = rss_mb("VmRSS")
-    Path(procs[rank]).write_text(str(os.getpid()))
+    if rank != "node":
+        Path(procs[int(rank)]).write_text(str(os.getpid()))
     found = globals()[target](**payload)
     (folder / f"result{rank}").write_bytes(pickle.dumps(found | {"grown": rss_mb("VmHWM") - before}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -54,7 +54,7 @@ def peak_bytes() -> int:
 
 def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict[str, Any]:
     """One run."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(os.cpu_count() or 1)  # a node has its host for itself
     side = int(width)
     told = told_of("adamw", num_layers=int(layers), shape=(side, side), num_workers=1, states=folder)
     gradient = torch.full((side * side + side,), 1e-3)

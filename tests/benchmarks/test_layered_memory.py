@@ -1,21 +1,14 @@
 """What a worker holds of parameters in shards: resident memory, at its highest, of four processes that train a deep module, and what
 they train within a limit that other ways do not keep."""
 
-import contextlib
-import os
-import pickle
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import layered_memory_workers
 import pytest
 import torch
-from launch import free_port, launch
+from launch import launch
 from layered_memory_workers import STATES
-from memory_limit import memory_limits
+from memory_runs import run_within
 
 pytestmark = pytest.mark.benchmark
 
@@ -38,34 +31,7 @@ def test_a_worker_holds_its_share_and_two_layers(tmp_path: Path) -> None:
 DEPTH = 72
 LIMIT_MB = STATES * DEPTH * LAYER_MB / 3
 LAYERED = {"sharded_parameters": True, "num_microbatches": 2}
-CONTROLS = {"DDP": None, "two stages, two replicas": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
-
-
-def run_within(
-    limit_mb: float, ranks: int, target: str, folder: Path, **payload: Any
-) -> tuple[list[int], list[int], list[Any], str]:
-    """Call a function of the workers in processes of their own, which join groups with a limit each: exit codes, how many the kernel has
-    ended in each group, what they returned, and the end of what they wrote. Not forked ones: what they share with their parent, and
-    change, would count."""
-    folder.mkdir()
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with memory_limits(ranks, int(limit_mb * 1e6)) as limits, contextlib.ExitStack() as stack:
-        (folder / "payload").write_bytes(pickle.dumps((target, payload, [limit.procs for limit in limits])))
-        processes = []
-        for rank in range(ranks):
-            log = stack.enter_context((folder / f"log{rank}").open("w"))
-            command = [sys.executable, layered_memory_workers.__file__, str(folder), str(rank)]
-            env = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(stack.enter_context(subprocess.Popen(command, env=env, stdout=log, stderr=log)))
-            stack.callback(processes[-1].kill)
-        deadline = time.monotonic() + 280
-        codes = [process.wait(deadline - time.monotonic()) for process in processes]
-        kills = [limit.kills for limit in limits]
-    paths = [folder / f"result{rank}" for rank in range(ranks)]
-    tails = "\n".join((folder / f"log{rank}").read_text()[-2000:] for rank in range(ranks) if codes[rank])
-    return codes, kills, [pickle.loads(path.read_bytes()) for path in paths if path.exists()], tails
+CONTROLS = {"DDP": "ddp", "two stages, two replicas": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 
 
 def test_a_model_of_three_times_the_limit_trains_resumes_and_exports(tmp_path: Path) -> None:

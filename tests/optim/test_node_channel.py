@@ -14,7 +14,8 @@ from lightning_holmes.optim.node.channel import Channel, decode, encode
 from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, describe_optimizer, find_class
 from lightning_holmes.optim.node.server import Listener
 from lightning_holmes.optim.node.unit import Unit
-from lightning_holmes.strategy.optimizer_nodes import assign, cluster_of, nodes_of, share_nodes
+from lightning_holmes.optim.remote_parameters import assign
+from lightning_holmes.strategy.optimizer_nodes import cluster_of, nodes_of, share_nodes
 
 SECRET = "known to both"
 
@@ -181,3 +182,5 @@ def test_nodes_are_shared_out() -> None:
     assert [cluster_of(name, hosts) for name in ("cpu", "cpu.example.org", "far", "who")] == ["a", "a", None, None]
     places = assign({0: 10, 1: 40, 2: 30, 3: 20}, 2)
     assert places == {1: 0, 2: 1, 3: 1, 0: 0}
+    of_stages = assign({0: 10, 1: 40, 2: 30, 3: 30}, 2, stage_of={0: 0, 1: 0, 2: 1, 3: None})
+    assert of_stages == {1: 0, 2: 1, 3: 1, 0: 1}, "a stage has several, though the other one holds less"

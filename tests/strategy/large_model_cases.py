@@ -170,6 +170,45 @@ def fit_all(payload: dict[str, Any]) -> dict[str, Any]:
     return {name: fit(name, payload["folder"], payload["holmes"]) for name in payload["cases"]}
 
 
+def with_sgd(module: Any) -> Any:
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    return module
+
+
+def fit_to(epochs: int, run: pl.Trainer, module: pl.LightningModule, loader: DataLoader, **options: Any) -> float:
+    """Fit up to so many epochs; the validation's loss."""
+    run.fit_loop.max_epochs = epochs
+    run.fit(module, loader, loader, **options)
+    return float(run.callback_metrics["val_loss"])
+
+
+def go_on(payload: dict[str, Any]) -> dict[str, Any]:
+    """Fits that follow each other, on one module and from a file: what the file and another one have, losses, and the bytes that this
+    process has of parameters after the first fit. By SGD: where a gradient is nearly nothing, Adam makes a step of its rounding."""
+    torch.set_num_threads(1)
+    folder, holmes = Path(payload["folder"]), payload["holmes"] | {"save_distributed_checkpoint": False}
+    found: dict[str, Any] = {}
+    for name in payload["cases"]:
+        module, run, loader = with_sgd(build(name, str(folder))), trainer(holmes), DataLoader(Windows(16), 8)
+        losses: list[float] = []
+        files = [folder / f"{name}-{kind}-{os.environ.get('WORLD_SIZE', 1)}.ckpt" for kind in ("first", "second")]
+
+        losses.append(fit_to(1, run, module, loader))
+        memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+        run.save_checkpoint(files[0])
+        losses.append(fit_to(2, run, module, loader))
+        losses.append(run.validate(module, loader, verbose=False)[0]["val_loss"])
+        run.save_checkpoint(files[1])
+        losses.append(fit_to(3, run, module, loader))
+        losses.append(fit_to(2, trainer(holmes), with_sgd(build(name, str(folder))), loader, ckpt_path=files[0]))
+        other = trainer(holmes)
+        other.num_sanity_val_steps = 1
+        losses.append(fit_to(1, other, with_sgd(build(name, str(folder))), loader))
+        saved = [torch.load(file, weights_only=False)["state_dict"] for file in files]
+        found[name] = {"losses": losses, "saved": saved, "bytes": sum(memory.values())}
+    return found
+
+
 def memory_mb(field: str) -> float:
     """A line of /proc/self/status in MB: VmRSS now, VmHWM at its highest since it was reset."""
     text = Path("/proc/self/status").read_text()

@@ -462,7 +462,7 @@ class Loses(pl.Callback):
             trainer.save_checkpoint(self.folder / "before.ckpt")
         if batch_idx == 1 and self.what in ("node", "disk") and trainer.global_rank == 0:
             strategy: Any = trainer.strategy
-            (process,) = strategy._job._nodes._registry._processes
+            process, *_ = strategy._job._nodes._registry._processes
             if self.what == "node":
                 process.kill()
             else:  # all of it was written, since the checkpoint has it
@@ -479,7 +479,10 @@ def lose(payload: tuple[str, str]) -> None:
     what, folder = payload[0], Path(payload[1])
     states = str(folder / "states") if what == "disk" else "memory"
     what, _, route = what.partition(" by ")
-    strategy = with_nodes(1, optimizer_states=states, save_distributed_checkpoint=False, gradient_sync=route or "star")
+    count, what = (2, "node") if what == "one of two nodes" else (1, what)
+    strategy = with_nodes(
+        count, optimizer_states=states, save_distributed_checkpoint=False, gradient_sync=route or "star"
+    )
     trainer = make_trainer(folder, strategy=strategy)
     trainer.callbacks.append(Loses(what, folder))  # type: ignore[attr-defined]
     trainer.fit(build(), datamodule=Data())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from large_model_cases import fit, fit_all
+from large_model_cases import fit, fit_all, go_on
 from launch import launch
 
 SEEDED = ["gpt", "hf", "plain_code", "meta", "reads_values"]
@@ -85,6 +85,25 @@ def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, result
             assert torch.equal(value, alone["start"][key]), key
         if name in ("gpt", "hf", "pretrained"):
             assert rank[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+@pytest.mark.xdist_group("large_models")
+def test_on_optimizer_nodes_no_worker_has_the_module(folder: Path) -> None:
+    """It is built there, stays there after a fit, and goes on from there: to the next fit, an evaluation, a file."""
+    payload = {"folder": str(folder), "cases": ["gpt", "pretrained"]}
+    alone = go_on(payload | {"holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}})
+    nodes = {"optimizer_nodes": 1, "num_microbatches": 2}
+    replicas = launch(2, "large_model_cases:go_on", payload | {"holmes": nodes}, timeout_s=200)
+    staged = payload | {"holmes": nodes | {"pipeline_parallel_size": 2}, "cases": ["gpt"]}
+    stages = launch(2, "large_model_cases:go_on", staged, timeout_s=200)
+    for name, expected in alone.items():
+        for rank in [rank for rank in (*replicas, *stages) if name in rank]:
+            assert rank[name]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+            assert rank[name]["bytes"] < expected["bytes"] / 50
+            for found, wanted in zip(rank[name]["saved"], expected["saved"], strict=True):
+                assert found.keys() == wanted.keys()
+                for key, value in wanted.items():
+                    torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=key)
 
 
 @pytest.mark.xdist_group("large_models")

@@ -182,6 +182,7 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
     ("what", "reason"),
     [
         ("node", "ConnectionLostError: connection lost to optimizer node 0"),
+        ("one of two nodes", "ConnectionLostError: connection lost to optimizer node 0"),
         ("node by aggregator", "ConnectionLostError: connection lost to optimizer node 0"),
         ("worker", "worker 1 is gone"),
         (

@@ -5,6 +5,7 @@ link.ask({"ask": "fetch", "unit": 3, "version": 1}, into=[buffer])
 link.tell({"tell": "done", "window": 7})
 """
 
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,6 +94,37 @@ class NodeLink:
         """Let go; the node drops what it holds when all workers have."""
         self._pull.close()
         self._push.close()
+
+
+def at_once(acts: Sequence[tuple[NodeLink, Callable[[], Any]]]) -> None:
+    """Run them all, those of different links side by side, so that the network of every node is used; those of one in their order.
+
+    Raises:
+        HolmesError: what the first of them raises, at once: another one may wait for what a lost node does not let happen.
+    """
+    by_link: dict[int, list[Callable[[], Any]]] = {}
+    for link, act in acts:
+        by_link.setdefault(id(link), []).append(act)
+    if len(by_link) < 2:
+        for _, act in acts:
+            act()
+        return
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(own: Sequence[Callable[[], Any]]) -> None:
+        try:
+            for act in own:
+                act()
+            ended.put(None)
+        except BaseException as failure:
+            ended.put(failure)
+
+    for own in by_link.values():
+        threading.Thread(target=run, args=(own,), name="holmes-node-link", daemon=True).start()
+    for _ in by_link:
+        failure = ended.get()
+        if failure is not None:
+            raise failure
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
