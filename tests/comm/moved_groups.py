@@ -103,7 +103,7 @@ def work(payload: dict[str, Any]) -> dict[str, Any]:
     """All steps without a move, and again among moves: whether they gave the same, and how many moves there were."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(220)  # where one waits for ever; a dump of threads that run can end the process (SIGSEGV)
+    faulthandler.dump_traceback_later(220)  # where one hangs; a dump of threads that run can crash
     dist.init_process_group("gloo", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
     failure._POLL_S = 0.02
     transports = Loopback(rank, payload.get("cut", -1))

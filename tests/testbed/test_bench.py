@@ -340,7 +340,9 @@ def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> N
     hosts = bench.with_node_hosts(job.topology, 2, 12.5e6, in_clusters=(0, 1))
     with Testbed(hosts, TestbedOptions(cpu_share=0.4)) as bed:
         found = carried(bed, "optimizer-nodes-staged", job)
-    activations = 8 * 16 * 192 * 4 / (4 * workload.num_parameters)  # of a step each way: gradients come back
+    chunks = 3
+    crossings = 2 * chunks - 1  # from stage to stage, and gradients as many back: as many each way of them together
+    activations = crossings * 8 * 16 * 192 * 4 / (4 * workload.num_parameters)  # of a step each way
     for cluster in job.topology.clusters:
         crossed = found[f"workers of {cluster.name}, Ethernet"]
         assert activations * steps < min(crossed) and max(crossed) < 1.1 * activations * steps + 0.5 + 0.05

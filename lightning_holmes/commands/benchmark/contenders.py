@@ -156,11 +156,12 @@ def make_with_nodes(
 
 
 def make_staged_with_nodes(job: BenchmarkJob) -> Strategy:
-    """A stage and an optimizer node in each cluster."""
+    """Stages by turns in each cluster, and an optimizer node there: three a rank, as far as the layers go, since one waits for the other's
+    whole share of the layers at the beginning of each step."""
     clusters = len(job.topology.clusters)
     return HolmesStrategy(
         pipeline_parallel_size=clusters,
-        num_chunks=1,
+        num_chunks=max(1, min(3, job.workload.num_layers // clusters)),
         partition="uniform",
         optimizer_nodes=clusters,
         num_microbatches=max(clusters, job.workload.microbatches),
