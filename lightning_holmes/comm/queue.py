@@ -53,10 +53,36 @@ def make_comm_queue(device: torch.device) -> CommQueue:
     return StreamQueue(device) if device.type == "cuda" else ThreadQueue()
 
 
+class _StreamOrder:
+    """A function that a thread runs in ``stream``: after what the current stream has been given until now, and before what it is
+    given once somebody has waited."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._ready = torch.cuda.current_stream(stream.device).record_event()
+        self.began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def run(self, function: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            self.began.record(self._stream)
+            function()
+            self.ended.record(self._stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(self.ended)
+
+
 class _ThreadWork:
-    def __init__(self, function: Callable[[], None], told: Callable[[float, float], None] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        told: Callable[[Any, Any], None] | None = None,
+        order: _StreamOrder | None = None,
+    ) -> None:
         self._function: Callable[[], None] | None = function
-        self._told = told
+        self._told, self._order = told, order
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._seconds = 0.0
@@ -66,29 +92,42 @@ class _ThreadWork:
         assert function is not None
         began = time.perf_counter()
         try:
-            function()
+            if self._order is None:
+                function()
+            else:
+                self._order.run(function)
         except BaseException as error:  # told to whoever waits
             self._error = error
         ended = time.perf_counter()
         self._seconds = ended - began
-        if self._told is not None:
+        if self._told is not None and self._order is None:
             self._told(began, ended)
+        elif self._told is not None and self._order is not None and self._error is None:
+            self._told(self._order.began, self._order.ended)
         self._done.set()
 
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        if self._order is not None:
+            self._order.wait()
 
     def seconds(self) -> float | None:
         return self._seconds if self._done.is_set() else None
 
 
 class ThreadQueue:
-    """A thread, made when something is started first."""
+    """A thread, made when something is started first.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the tensors that its functions copy to the host, or from there. On CUDA they do so in a stream of the queue's own.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.on_run: OnRun | None = None
+        on_cuda = device is not None and device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._works: queue.SimpleQueue[_ThreadWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -97,7 +136,7 @@ class ThreadQueue:
             self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_comm", daemon=True)
             self._thread.start()
         told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
-        work = _ThreadWork(function, told)
+        work = _ThreadWork(function, told, None if self._stream is None else _StreamOrder(self._stream))
         self._works.put(work)
         return work
 

@@ -99,7 +99,8 @@ def choose_route(
 
 def _build(builder: GroupBuilder, members: Sequence[int], name: str) -> Aggregator | None:
     """None on ranks that are no members. All ranks must call."""
-    up, down = builder.build(members, f"{name}_up"), builder.build(members, f"{name}_down")
+    on_host = builder.backend != "gloo"
+    up, down = (builder.build(members, f"{name}_{way}", on_host=on_host) for way in ("up", "down"))
     if up is None or down is None:
         return None
     both = [up, down]

@@ -22,6 +22,7 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import OnRun
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
+from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
@@ -48,6 +49,7 @@ class RemoteReducer(LayeredReducer):
 
     def __init__(self, shards: RemoteParameters, *args: Any, is_eager: bool, **kwargs: Any) -> None:
         super().__init__(shards, *args, **kwargs)
+        self._host_memory = HostMemory(self._device)  # the queue's
         self.window = 0
         self.is_complete = self.is_half_done = False
         self.is_eager = is_eager
@@ -75,11 +77,12 @@ class RemoteReducer(LayeredReducer):
 
         def push() -> None:
             acts = []
-            for part, names, buffer in zip(parts, touched, buffers, strict=True):
+            hosts = self._host_memory.sending(buffers)
+            for part, names, host in zip(parts, touched, hosts, strict=True):
                 link, unit = self.shards.link_of(part)
                 aggregator = self.shards.aggregators.get(unit)
-                all_names = names if aggregator is None else aggregator.sum(unit, buffer, names, of=part.names)
-                sent = {} if all_names is None else {"touched": all_names, "values": buffer}
+                all_names = names if aggregator is None else aggregator.sum(unit, host, names, of=part.names)
+                sent = {} if all_names is None else {"touched": all_names, "values": host}
                 acts.append((link, functools.partial(link.tell, about | {"unit": unit} | sent)))
             at_once(acts)
 
@@ -295,7 +298,7 @@ class RemoteHost:
         """Let the nodes multiply gradients by ``factor`` before they step; whether any is not finite, on any stage. All ranks call."""
         question = {"ask": "finite", "window": self._reducer.window}
         overflows = not all(link.ask(question)["finite"] for link in self._reducer.shards.links)
-        found = torch.tensor(float(overflows))
+        found = torch.tensor(float(overflows), device=self._groups.builder.device)
         if self._groups.pipeline is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.pipeline)
         self.shards.edits.append(("scale", factor))
@@ -315,7 +318,7 @@ class RemoteHost:
         counted = [name for name in names if self._is_owner(name)]
         question = {"ask": "norm", "window": self._reducer.window, "names": counted, "edits": list(self.shards.edits)}
         squared = math.fsum(link.ask(question)["squared"] for link in self._reducer.shards.links)
-        found = torch.tensor(squared, dtype=torch.float64)
+        found = torch.tensor(squared, dtype=torch.float64, device=self._groups.builder.device)
         if self._groups.pipeline is not None:
             dist.all_reduce(found, group=self._groups.pipeline)
         return found.sqrt().float()

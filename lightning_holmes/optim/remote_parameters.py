@@ -23,6 +23,7 @@ from lightning_holmes.comm.absent import Absence
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.optim.aggregator import Aggregator
+from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import gathered_dtype
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import UnitLayout
@@ -42,7 +43,8 @@ class RemoteParameters(StageShards):
     Args:
         num_replicas, replica: how many workers hold the same stages, and which of them this is; the first one's values are those
             that nodes are given.
-        queue: where parameters are received.
+        device: where parameters lie while their stage is computed.
+        queue: where they are received, on a thread.
         num_nodes: that hold them. A stage's parameters are a unit on each, which come and go side by side.
         keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
 
@@ -64,6 +66,7 @@ class RemoteParameters(StageShards):
         shared: Mapping[tuple[int, ...], Sequence[str]],
         num_replicas: int,
         replica: int,
+        device: torch.device,
         queue: CommQueue,
         num_nodes: int,
         keeps: bool,
@@ -93,6 +96,7 @@ class RemoteParameters(StageShards):
         self._link_of: Mapping[int, NodeLink] = {}
         self._writer_of: Mapping[str, NodeWriter] = {}
         self._has_failed = False
+        self._host_memory = HostMemory(device)  # the queue's
 
     def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
         """The units that nodes shall hold, numbered, in the order of the forward.
@@ -193,26 +197,30 @@ class RemoteParameters(StageShards):
 
         def bring() -> None:
             alone = []
-            for part, buffer in missing:
-                link, index = self.link_of(part)
-                ask = functools.partial(self._ask, part, buffer, version=version)
-                if index in self.aggregators:
-                    self.aggregators[index].bring(index, buffer, ask)
-                else:
-                    alone.append((link, ask))
-            at_once(alone)
+            with self._host_memory.receiving([buffer for _, buffer in missing]) as hosts:
+                for (part, _), host in zip(missing, hosts, strict=True):
+                    link, index = self.link_of(part)
+                    ask = functools.partial(self._ask, part, host, version=version)
+                    if index in self.aggregators:
+                        self.aggregators[index].bring(index, host, ask)
+                    else:
+                        alone.append((link, ask))
+                at_once(alone)
 
         return self.queue.start(bring, "bucket_gather")
 
-    def _ask(self, part: Part, buffer: Tensor, *, version: int, whole: bool = False) -> None:
+    def _ask(self, part: Part, host: Tensor, *, version: int, whole: bool = False) -> None:
         link, index = self.link_of(part)
-        link.ask({"ask": "fetch", "unit": index, "version": version, "whole": whole}, into=[buffer])
+        link.ask({"ask": "fetch", "unit": index, "version": version, "whole": whole}, into=[host])
+
+    def _on_host(self, part: Part, *, whole: bool = False) -> Tensor:
+        """By this worker alone: others may want other parts."""
+        (host,) = allocate([(part.numel, part.dtype)], torch.device("cpu"))
+        self._ask(part, host, version=self.version, whole=whole)
+        return host
 
     def _whole(self, part: Part) -> dict[str, Tensor]:
-        """By this worker alone: others may want other parts."""
-        (buffer,) = allocate([(part.numel, part.dtype)], part.device)
-        self._ask(part, buffer, version=self.version)
-        return part.views(buffer)
+        return part.views(self._on_host(part).to(part.device))
 
     def _has(self, part: Part, buffer: Tensor) -> bool:
         """Whether a stage's own buffer has what it is about to be fetched for; from now on it has."""
@@ -241,7 +249,7 @@ class RemoteParameters(StageShards):
             name: view.clone()
             for part in self.parts
             if any(destination(name) == self.replica for name in part.names)
-            for name, view in self._whole(part).items()
+            for name, view in part.views(self._on_host(part)).items()
             if destination(name) == self.replica
         }
 
@@ -251,7 +259,7 @@ class RemoteParameters(StageShards):
         self.settle()
 
         def bring(part: Part) -> dict[str, dict[str, Tensor]]:
-            views = self._whole(part)
+            views = part.views(self._on_host(part))
             return {name: {"": view.clone()} for name, view in views.items() if destination(name) == self.replica}
 
         parts = [part for part in self.parts if any(destination(name) == self.replica for name in part.names)]
@@ -292,10 +300,10 @@ class RemoteParameters(StageShards):
         try:
             self.settle()
             for part in () if self.stays else self.parts:
-                (buffer,) = allocate([(part.numel, part.dtype)], part.device)
                 if self._has_failed:
-                    self._ask(part, buffer, version=self.version, whole=True)
+                    buffer = self._on_host(part, whole=True).to(part.device)
                 else:
+                    (buffer,) = allocate([(part.numel, part.dtype)], part.device)
                     self._start([part], [buffer]).wait()
                 for name, view in part.views(buffer).items():
                     dtensor.replace_local(self.parameters[name], view.clone())

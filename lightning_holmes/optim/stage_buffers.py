@@ -26,7 +26,7 @@ class StageBuffers:
         self._places = {stage: index % num_buffers for index, stage in enumerate(sizes)}
         most = [0] * num_buffers
         for stage, place in self._places.items():
-            most[place] = max(most[place], _bytes(sizes[stage]))
+            most[place] = max(most[place], num_bytes(sizes[stage]))
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
 
     def place(self, stage: int) -> int:
@@ -35,19 +35,21 @@ class StageBuffers:
 
     def of(self, stage: int) -> list[Tensor]:
         """The tensors of a stage, 1-D; what the stage before the last one had there is overwritten with them."""
-        return _cut(self._memory[self._places[stage]], self._sizes[stage])
+        return cut(self._memory[self._places[stage]], self._sizes[stage])
 
 
 def allocate(sizes: Sizes, device: torch.device) -> list[Tensor]:
     """Such tensors in memory of their own."""
-    return _cut(torch.empty(_bytes(sizes), dtype=torch.uint8, device=device), sizes)
+    return cut(torch.empty(num_bytes(sizes), dtype=torch.uint8, device=device), sizes)
 
 
-def _bytes(sizes: Sizes) -> int:
+def num_bytes(sizes: Sizes) -> int:
+    """That they take, side by side."""
     return sum(-(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED for numel, dtype in sizes)
 
 
-def _cut(memory: Tensor, sizes: Sizes) -> list[Tensor]:
+def cut(memory: Tensor, sizes: Sizes) -> list[Tensor]:
+    """Such tensors side by side in ``memory``, uint8."""
     found, start = [], 0
     for numel, dtype in sizes:
         size = numel * dtype.itemsize

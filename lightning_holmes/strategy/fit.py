@@ -155,7 +155,7 @@ class Fit(Run):
         if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
             self._averages.shard(self.stage_shards)
         if scaler is not None and isinstance(self.gradients.host, RemoteHost):
-            undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale))
+            undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale, self.job.connection.device))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.optim.elementwise import Separability, marks_of
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
@@ -229,7 +229,8 @@ def make_remote_gradients(
         shared=parameters.shared,
         num_replicas=size,
         replica=rank,
-        queue=make_comm_queue(device),
+        device=device,
+        queue=ThreadQueue(device),
         num_nodes=len(by_rank[groups.pipeline_rank]),
         keeps=keeps,
         absence=pipeline.absence,
@@ -273,7 +274,7 @@ def make_remote_gradients(
         stages=pipeline.stages,
         shared=list(parameters.shared),
         dtype=dtype,
-        queue=make_comm_queue(device),
+        queue=ThreadQueue(device),
         collective=None,
         is_eager=is_eager,
     )

@@ -287,9 +287,6 @@ def refusal_of_nodes(
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
-    device = trainer.strategy.root_device
-    if device.type != "cpu":
-        refusal = refusal or f"workers on {device} are not built yet, only such on the CPU"
     scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
     if scaled and any(group.get("fused") for group in optimizer.param_groups):
         refusal = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch, launch_raw
+from launch import free_port, launch, launch_raw
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +83,37 @@ def test_losses_and_weights_equal_those_of_one_process(
             for key, value in weights.items():
                 close = torch.allclose(value, baseline[0][1][key], rtol=tolerance, atol=tolerance)
                 assert close or precision != "32-true", f"{name}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ({"pipeline_parallel_size": 1, "keep_parameters": False}, "32-true"),
+        ({"pipeline_parallel_size": 1, "keep_parameters": True}, "16-mixed"),
+        ({"pipeline_parallel_size": 2, "num_chunks": 2, "keep_parameters": False}, "32-true"),
+    ],
+    ids=["data 2", "data 2, kept, 16-mixed", "pipeline 2"],
+)
+def test_parameters_on_a_node_give_those_of_one_process(layout: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    about = {"precision": precision, "tied": True}
+    (baseline,) = launch(1, "gpu_workers:train_all", [about | {"holmes": None}])
+    port = free_port()
+    workers = launch_raw(
+        2,
+        "gpu_workers:train_on_node",
+        about | {"holmes": layout | {"optimizer_nodes": 1, "num_microbatches": 2}},
+        timeout_s=280,
+        folder=tmp_path,
+        environment=lambda rank: (
+            ranks_on_one_gpu(rank) | {"HOLMES_NODE_SECRET": "of this test", "HOLMES_NODE_PORT": str(port)}
+        ),
+    )
+    assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
+    for rank in range(2):
+        losses, weights = pickle.loads((tmp_path / f"result{rank}").read_bytes())
+        assert losses == pytest.approx(baseline[0][0], rel=TOLERANCES[precision])
+        for key, value in weights.items():
+            assert precision != "32-true" or torch.allclose(value, baseline[0][1][key], rtol=1e-4, atol=1e-4), key
 
 
 @pytest.mark.parametrize(

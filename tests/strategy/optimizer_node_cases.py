@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.optim import host_memory
 from lightning_holmes.plan.node_routes import ROUTES
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
@@ -40,7 +41,8 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
-    each worker. ``route``: gradient_sync; four workers of one node are in two clusters, and the node in the first."""
+    each worker. ``route``: gradient_sync; four workers of one node are in two clusters, and the node in the first. ``copies``: what comes
+    and goes passes memory of its own, as it does beside a GPU."""
 
     layout: tuple[int, int]
     num_nodes: int
@@ -50,6 +52,7 @@ class Case:
     option: str
     microbatches: int
     route: str
+    copies: bool
 
     @property
     def world_size(self) -> int:
@@ -68,6 +71,7 @@ class Case:
             self.optimizer,
             self.option,
             self.route,
+            "copied" if self.copies else "direct",
         )
         return "-".join(words) + f"-{self.microbatches}"
 
@@ -82,12 +86,21 @@ CASES = [
         option=option,
         microbatches=parts,
         route=route,
+        copies=copies,
     )
-    for layout, nodes, states, keeps, optimizer, option, parts, route in selected(
+    for layout, nodes, states, keeps, optimizer, option, parts, route, copies in selected(
         [
             row
             for row in product(
-                LAYOUTS, (1, 2), ("memory", "disk"), (False, True), OPTIMIZERS, OPTIONS, (1, 2, 3), ROUTES
+                LAYOUTS,
+                (1, 2),
+                ("memory", "disk"),
+                (False, True),
+                OPTIMIZERS,
+                OPTIONS,
+                (1, 2, 3),
+                ROUTES,
+                (False, True),
             )
             if row[6] * row[0][1] <= 8 and (row[7] == "star" or row[0][1] > 1)
         ],
@@ -104,6 +117,7 @@ _BY_SPEAKERS = Case(
     option="two batches a clipped step",
     microbatches=2,
     route="aggregator",
+    copies=True,
 )
 CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, of which one speaks by one worker
 
@@ -190,6 +204,7 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
     found = {}
     for index, case in enumerate(cases):
         module = build(case.optimizer)
+        host_memory._passes = lambda device, copies=case.copies: copies
         strategy = with_nodes(
             case.num_nodes,
             case.microbatches,

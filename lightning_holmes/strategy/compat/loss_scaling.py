@@ -2,7 +2,7 @@
 takes no mixture, and finds none where optimizer nodes have them.
 
 with unscaling_parts(scaler): ...
-with unscaling_on_nodes(scaler, host.unscale): ...
+with unscaling_on_nodes(scaler, host.unscale, device): ...
 """
 
 from collections.abc import Callable, Iterator
@@ -39,14 +39,14 @@ def unscaling_parts(scaler: Any) -> Iterator[None]:
 
 
 @contextmanager
-def unscaling_on_nodes(scaler: Any, unscale: Callable[[float], bool]) -> Iterator[None]:
+def unscaling_on_nodes(scaler: Any, unscale: Callable[[float], bool], device: torch.device) -> Iterator[None]:
     """Inside, ``scaler.unscale_`` calls ``unscale`` with the factor, and sees an overflow where that tells one: it then leaves out the
-    step, so that nodes are told of none, and lowers the scale."""
+    step, so that nodes are told of none, and lowers the scale; ``device``: of the scale."""
     own = scaler.unscale_
 
     def unscale_(optimizer: Optimizer) -> None:
-        shown = nn.Parameter(torch.zeros(1))
-        shown.grad = torch.full((1,), float("inf") if unscale(1.0 / scaler.get_scale()) else 0.0)
+        shown = nn.Parameter(torch.zeros(1, device=device))
+        shown.grad = torch.full_like(shown, float("inf") if unscale(1.0 / scaler.get_scale()) else 0.0)
         group = optimizer.param_groups[0]
         held, group["params"] = group["params"], [shown]
         try:
