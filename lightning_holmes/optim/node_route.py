@@ -1,25 +1,29 @@
-"""Which way gradients and parameters go between workers and optimizer nodes: each worker for itself, or one for its cluster.
+"""Which way gradients and parameters go between workers and optimizer nodes: each worker for itself, or one for its cluster or host.
 
     route = choose_route("auto", links, node_clusters=[["a"]], clusters=["a", "a", "b", "b"], ...)      # every rank must call
     route.aggregators[3].bring(3, buffer, ask)
     route.choice.describe()
 
-Left to us it is measured where it is known that a node lies outside a cluster with several workers: all fetch so many bytes from the
-nodes, and then one for each cluster does, and hands them on.
+Left to us it is measured where it is known that a node lies outside a cluster with several workers, or where several hosts have several
+workers each: all fetch so many bytes from the nodes, and then one for each cluster does (or, in the node's own cluster, for each host),
+and hands them on.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_holmes.comm.collective_timing import measure
+from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, release
 from lightning_holmes.comm.queue import CommQueue
-from lightning_holmes.optim.aggregator import Aggregator
+from lightning_holmes.optim.aggregator import Aggregator, SpeakingLevel
 from lightning_holmes.optim.node.link import NodeLink
-from lightning_holmes.plan.node_routes import ROUTES, clusters_apart
+from lightning_holmes.plan.node_routes import ROUTES, clusters_apart, several_in_a_cluster, speaking_levels
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
@@ -42,6 +46,7 @@ def choose_route(
     place_of: Mapping[int, int],
     node_clusters: Sequence[Sequence[str | None]],
     clusters: Sequence[str],
+    hosts: Sequence[str],
     placement: Placement,
     groups: ProcessGroups,
     queue: CommQueue,
@@ -53,33 +58,43 @@ def choose_route(
         asked: "star", "aggregator" or "auto".
         links: to this rank's nodes; ``place_of``: a unit's, among these.
         node_clusters: for each pipeline rank those of its nodes, as far as they are known.
-        clusters: of each global rank.
+        clusters, hosts: of each global rank.
         queue: what parameters are received in.
     """
     builder, own = groups.builder, groups.pipeline_rank
-    apart = [
-        clusters_apart(placement.data_parallel_group(stage, 0), clusters, of_nodes, known=asked != _AGGREGATOR)
-        for stage, of_nodes in enumerate(node_clusters)
-    ]
-    aggregator = None
-    if asked != _STAR:
-        for stage, of_stage in enumerate(apart):
-            for number, members in enumerate(of_stage):
-                aggregator = _build(builder, members, f"holmes_node_{stage}_{number}") or aggregator
-    far = {place for place, cluster in enumerate(node_clusters[own]) if cluster != clusters[builder.rank]}
-    candidates = {
-        _STAR: _Way(_STAR, [links[place] for place in sorted(far)], None),
-        _AGGREGATOR: _Way(_AGGREGATOR, [links[place] for place in sorted(far)], aggregator),
+    far: Aggregator | None = None
+    near: Aggregator | None = None
+    spoken_for = set()
+    for stage, of_nodes in enumerate(node_clusters):
+        ranks = placement.data_parallel_group(stage, 0)
+        apart = clusters_apart(ranks, clusters, of_nodes, known=asked != _AGGREGATOR)
+        for cluster, members in several_in_a_cluster(ranks, clusters).items():
+            levels = speaking_levels(members, hosts)
+            name = f"holmes_node_{stage}_{cluster}"
+            if asked == _STAR or (members not in apart and len(levels) == 1):
+                continue
+            spoken_for.add(stage)
+            made = _build(builder, levels if members in apart else levels[:1], name)
+            if builder.rank in members:
+                far = Aggregator(made) if members in apart else None
+                near = Aggregator(made[:1]) if len(levels) > 1 else None
+    aggregators = {
+        place: aggregator
+        for place, cluster in enumerate(node_clusters[own])
+        if (aggregator := near if cluster == clusters[builder.rank] else far or near) is not None
     }
     name, seconds, num_bytes, reason = asked, {}, 0, "asked for"
-    if not apart[own]:
+    if own not in spoken_for:
         if asked != _AGGREGATOR:
             return NodeRoute()
-        name, reason = _STAR, "no cluster has several workers and lies apart from their nodes"
+        name = _STAR
+        reason = (
+            "no cluster of several workers lies apart from their nodes, nor have several hosts several workers each"
+        )
     elif asked == "auto":
         assert groups.replicas_on_host is not None, "several workers"
         tried = torch.zeros(_TRIED_BYTES, dtype=torch.uint8)
-        found = measure(candidates, [tried], groups.replicas_on_host, queue)
+        found = measure(_ways(links, aggregators), [tried], groups.replicas_on_host, queue)
         name, seconds, num_bytes = choose(found.seconds), dict(found.seconds), found.num_bytes
         reason = "the fastest, by what a worker needs to fetch as much"
     choice = SyncChoice(
@@ -90,43 +105,58 @@ def choose_route(
         num_bytes=num_bytes,
         reason=reason,
     )
-    if aggregator is not None and name == _STAR:
-        aggregator.close()
-    if aggregator is None or name == _STAR:
-        return NodeRoute(choice=choice)
-    return NodeRoute(aggregators={unit: aggregator for unit, place in place_of.items() if place in far}, choice=choice)
+    if name == _STAR:
+        for aggregator in dict.fromkeys(aggregators.values()):  # in the same order on all
+            aggregator.close()
+        aggregators = {}
+    by_unit = {unit: aggregators[place] for unit, place in place_of.items() if place in aggregators}
+    return NodeRoute(aggregators=by_unit, choice=choice)
 
 
-def _build(builder: GroupBuilder, members: Sequence[int], name: str) -> Aggregator | None:
-    """None on ranks that are no members. All ranks must call."""
-    on_host = builder.backend != "gloo"
-    up, down = (builder.build(members, f"{name}_{way}", on_host=on_host) for way in ("up", "down"))
-    if up is None or down is None:
-        return None
-    both = [up, down]
+def _build(builder: GroupBuilder, levels: Sequence[Sequence[Sequence[int]]], name: str) -> list[SpeakingLevel]:
+    """This rank's group of each level; none on ranks that are no members. All ranks must call."""
+    found = []
+    for depth, groups in enumerate(levels):
+        for number, members in enumerate(groups):
+            on_host = builder.backend != "gloo"
+            up, down = (
+                builder.build(members, f"{name}_{depth}_{number}_{way}", on_host=on_host) for way in ("up", "down")
+            )
+            if up is not None and down is not None:
+                let_go = functools.partial(_let_go, builder, [up, down])
+                found.append(
+                    SpeakingLevel(up=up, down=down, where=functools.partial(builder.describe, up), release=let_go)
+                )
+    return found
 
-    def let_go() -> None:
-        builder.owned[:] = [group for group in builder.owned if group not in both]
-        release(both)
 
-    return Aggregator(up=up, down=down, where=lambda: builder.describe(up), release=let_go)
+def _let_go(builder: GroupBuilder, groups: list[dist.ProcessGroup]) -> None:
+    builder.owned[:] = [group for group in builder.owned if group not in groups]
+    release(groups)
+
+
+def _ways(links: Sequence[NodeLink], aggregators: Mapping[int, Aggregator]) -> dict[str, Collective]:
+    """To be measured: each worker for itself, and one for those of whom it is an aggregator."""
+    return {
+        _STAR: _Way(_STAR, [(link, None) for link in links]),
+        _AGGREGATOR: _Way(_AGGREGATOR, [(link, aggregators.get(place)) for place, link in enumerate(links)]),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Implements Collective, as far as it is measured: ``tensor``, uint8, comes from each of the nodes that lie apart."""
+    """Implements Collective, as far as it is measured: ``tensor``, uint8, comes from each node."""
 
     name: str
-    links: Sequence[NodeLink]
-    aggregator: Aggregator | None
+    links: Sequence[tuple[NodeLink, Aggregator | None]]
 
     def sum(self, tensor: Tensor) -> None:
-        for number, link in enumerate(self.links):
+        for number, (link, aggregator) in enumerate(self.links):
             ask = _asking(link, tensor)
-            if self.aggregator is None:
+            if aggregator is None:
                 ask()
             else:
-                self.aggregator.bring(number, tensor, ask)
+                aggregator.bring(number, tensor, ask)
 
     def scatter(self, tensor: Tensor) -> None:
         raise AssertionError("parameters come whole")

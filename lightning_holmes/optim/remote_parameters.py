@@ -309,7 +309,7 @@ class RemoteParameters(StageShards):
                     dtensor.replace_local(self.parameters[name], view.clone())
             for link in self.links:
                 link.ask({"ask": "rest"})
-            for aggregator in set(self.aggregators.values()):
+            for aggregator in dict.fromkeys(self.aggregators.values()):  # in the same order on all
                 aggregator.close()
         except HolmesError:
             if not self._has_failed:

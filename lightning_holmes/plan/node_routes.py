@@ -1,6 +1,7 @@
 """How workers and optimizer nodes reach each other, from what is known of clusters and cards. Pure.
 
 clusters_apart((0, 1, 2, 3), ["a", "a", "b", "b"], of_nodes=["a"], known=True)     # [(2, 3)]
+speaking_levels((0, 1, 2, 3), ["x", "x", "y", "y"])                                # [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
 near_addresses(cluster, [("roce", "10.65.0.3/16")])                                # {"node0": "10.65.0.3", "node1": ...}
 """
 
@@ -37,6 +38,24 @@ def several_in_a_cluster(ranks: Sequence[int], clusters: Sequence[str]) -> dict[
     for rank in ranks:
         inside[clusters[rank]] = (*inside.get(clusters[rank], ()), rank)
     return {cluster: members for cluster, members in inside.items() if len(members) > 1}
+
+
+def speaking_levels(members: Sequence[int], hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
+    """The groups of each level, innermost first, in which one speaks for all: the members on each host, and those who can speak for
+    their hosts at the same time; or all at once, where hosts have one member each, or unlike numbers.
+
+    Args:
+        members: global ranks in one cluster.
+        hosts: of each global rank.
+    """
+    on_host: dict[str, tuple[int, ...]] = {}
+    for rank in members:
+        on_host[hosts[rank]] = (*on_host.get(hosts[rank], ()), rank)
+    inside = list(on_host.values())
+    sizes = {len(ranks) for ranks in inside}
+    if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
+        return [[tuple(members)]]
+    return [inside, list(zip(*inside, strict=True))]
 
 
 def near_addresses(cluster: Cluster, ports: Sequence[tuple[str, str]]) -> dict[str, str]:

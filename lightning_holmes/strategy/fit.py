@@ -260,6 +260,7 @@ class Fit(Run):
             options=self.options.gradient_options,
             nodes=job.optimizer_nodes(count),
             clusters=[cluster.name for cluster, _ in job.topology.places()],
+            hosts=[host.name for _, host in job.topology.places()],
             optimizer_states=self.options.optimizer_states,
             state_bytes=found.state_bytes,
             master_weights=sharding.keeps_masters(self.options.sharding_options, self.module),

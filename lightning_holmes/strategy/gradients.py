@@ -191,6 +191,7 @@ def make_remote_gradients(
     options: GradientOptions,
     nodes: OptimizerNodes,
     clusters: Sequence[str],
+    hosts: Sequence[str],
     optimizer_states: str,
     state_bytes: float,
     keep_parameters: bool | Literal["auto"],
@@ -204,7 +205,7 @@ def make_remote_gradients(
 
     Args:
         names: for each of the optimizer's groups, those of this rank's parameters.
-        clusters: of each global rank.
+        clusters, hosts: of each global rank.
         state_bytes: of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
         keep_parameters: from the forward to the backward.
@@ -260,6 +261,7 @@ def make_remote_gradients(
         place_of=place_of,
         node_clusters=nodes.clusters_of(by_rank),
         clusters=clusters,
+        hosts=hosts,
         placement=plan.placement,
         groups=groups,
         queue=remote.queue,

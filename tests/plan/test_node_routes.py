@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic
-from lightning_holmes.plan.node_routes import clusters_apart, near_addresses
+from lightning_holmes.plan.node_routes import clusters_apart, near_addresses, speaking_levels
 
 TWO_AND_TWO = ["a", "a", "b", "b"]
 
@@ -29,6 +29,21 @@ def test_one_speaks_for_a_cluster_that_lies_apart_from_a_node(
     ranks: tuple[int, ...], of_nodes: Sequence[str | None], known: bool, expected: list[tuple[int, ...]]
 ) -> None:
     assert clusters_apart(ranks, TWO_AND_TWO, of_nodes, known=known) == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "levels"),
+    [
+        ((0, 1, 2, 3), [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]),
+        ((0, 1), [[(0, 1)]]),  # one host
+        ((0, 2, 4), [[(0, 2, 4)]]),  # one worker a host
+        ((0, 1, 2), [[(0, 1, 2)]]),  # unlike numbers
+    ],
+)
+def test_one_speaks_for_a_host_and_one_of_these_for_the_cluster(
+    members: tuple[int, ...], levels: list[list[tuple[int, ...]]]
+) -> None:
+    assert speaking_levels(members, ["x", "x", "y", "y", "z"]) == levels
 
 
 def test_a_node_is_reached_over_the_fastest_card_that_is_in_its_network() -> None:

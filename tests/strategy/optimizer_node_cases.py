@@ -5,7 +5,7 @@ Everything is compared with plain Lightning in one process on the same samples; 
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two batches a clipped step": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2},
 }
 TWO_CLUSTERS = Topology(clusters=tuple(Cluster(name=n, hosts=(Host(name=n, devices=2),)) for n in "ab"))
+TWO_HOSTS = Topology(clusters=(Cluster(name="b", hosts=(Host(name="x", devices=2), Host(name="y", devices=2))),))
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 """Pipeline ranks and workers of each."""
 
@@ -42,7 +43,8 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 class Case:
     """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
     each worker. ``route``: gradient_sync; four workers of one node are in two clusters, and the node in the first. ``copies``: what comes
-    and goes passes memory of its own, as it does beside a GPU."""
+    and goes passes memory of its own, as it does beside a GPU. ``node_cluster``: four workers are on two hosts of the cluster "b", and
+    the node in this one."""
 
     layout: tuple[int, int]
     num_nodes: int
@@ -53,14 +55,17 @@ class Case:
     microbatches: int
     route: str
     copies: bool
+    node_cluster: str = ""
 
     @property
     def world_size(self) -> int:
         return self.layout[0] * self.layout[1]
 
     @property
-    def in_clusters(self) -> bool:
-        return self.layout == (1, 4) and self.num_nodes == 1
+    def topology(self) -> Topology | str:
+        if self.node_cluster:
+            return TWO_HOSTS
+        return TWO_CLUSTERS if self.layout == (1, 4) and self.num_nodes == 1 else "auto"
 
     def __str__(self) -> str:
         words = (
@@ -72,6 +77,7 @@ class Case:
             self.option,
             self.route,
             "copied" if self.copies else "direct",
+            *([f"node in {self.node_cluster}"] if self.node_cluster else []),
         )
         return "-".join(words) + f"-{self.microbatches}"
 
@@ -120,6 +126,9 @@ _BY_SPEAKERS = Case(
     copies=True,
 )
 CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, of which one speaks by one worker
+CASES += [
+    replace(_BY_SPEAKERS, node_cluster=name) for name in "ab"
+]  # one for each host, and of these one for the cluster
 
 
 class Model(Tied):
@@ -212,9 +221,11 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
             keep_parameters=case.keeps,
             gradient_sync=case.route,
-            **({"topology": TWO_CLUSTERS} if case.in_clusters else {}),
+            topology=case.topology,
         )
-        os.environ["HOLMES_CLUSTER"] = "a" if case.in_clusters else ""  # of the nodes, which rank 0 starts
+        os.environ["HOLMES_CLUSTER"] = case.node_cluster or (
+            "" if case.topology is None else "a"
+        )  # of the nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
