@@ -29,6 +29,7 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 
+_MOST_FAULTS = 5  # in the picture
 _WARM_UP = 2  # steps that are left out where enough others are known
 
 
@@ -120,7 +121,8 @@ class TimelineMonitor(Callback):
         data |= {"step": number, "steps_noted": count, "faults": self._faults}
         path.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
         if self.draw:
-            _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
+            title = f"step {number} of {type(trainer.lightning_module).__name__}"
+            _draw(data, path.with_suffix(".png"), title="\n".join([title, *lines_of_faults(self._faults)]))
 
 
 def make_monitor(monitor: bool | int) -> TimelineMonitor | None:
@@ -146,6 +148,18 @@ def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | N
         "replicas": replicas,
         "predicted": None if predicted is None else predicted.to_data(),
     }
+
+
+def lines_of_faults(faults: Sequence[dict[str, Any]]) -> list[str]:
+    """The last of what a fit has survived, a line each, for the picture."""
+    left_out = len(faults) - _MOST_FAULTS
+    return [
+        *([f"faults before these: {left_out}"] if left_out > 0 else []),
+        *(
+            f"{'between two steps' if fault['step'] is None else 'step ' + str(fault['step'])}: {fault['why']}; {fault['seconds']:.3g} s"
+            for fault in faults[-_MOST_FAULTS:]
+        ),
+    ]
 
 
 def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:
