@@ -30,7 +30,10 @@ LARGE = {
     "llama_8b": ("input_ids=32x8192:int64", 32, None, 32),
 }
 # one cluster, whose devices are too small for the whole model
-ONE_CLUSTER = {"llama_3b_layered": ("input_ids=12x2048:int64", "speed=60e12,memory=24e9")}
+ONE_CLUSTER = {
+    "llama_3b_layered": ("input_ids=12x2048:int64", "speed=60e12,memory=24e9"),
+    "llama_7b_nodes": ("input_ids=16x2048:int64", "speed=60e12,memory=16e9"),
+}
 FINETUNE = ("finetune", "finetune_lora")
 
 
@@ -106,7 +109,7 @@ def test_the_slurm_script_starts_every_node_of_all_clusters(capsys, tmp_path, re
 
 
 @pytest.mark.parametrize("recipe", ONE_CLUSTER)
-def test_a_model_too_large_for_a_worker_fits_in_shards_only(capsys, recipe):
+def test_a_model_too_large_for_a_worker_fits_in_shards_or_on_nodes_only(capsys, tmp_path, recipe):
     shape, device = ONE_CLUSTER[recipe]
     text = (ROOT / "recipes" / recipe / "README.md").read_text()
     config = yaml.safe_load((ROOT / config_of(recipe)).read_text())["trainer"]["strategy"]["init_args"]
@@ -115,14 +118,27 @@ def test_a_model_too_large_for_a_worker_fits_in_shards_only(capsys, recipe):
     code, out, err = run(capsys, *command, "--data=null", "--format=json")
     assert code == 0, err
     best = json.loads(out[out.index("{") :])["best"]
-    assert best["sharded_parameters"] and best["schedule"] == "breadth_first"
+    on_nodes = best["optimizer_nodes"] is not None
+    assert best["sharded_parameters"] == (recipe == "llama_3b_layered") != on_nodes
+    assert best["schedule"] == "breadth_first"
     assert best["num_microbatches"] == config["num_microbatches"] == int(shape.split("=")[1].split("x")[0])
-    assert max(best["memory_bytes"]) < min(best["memory_limit_bytes"]) and max(best["memory_bytes"]) > 0.5 * 24e9
+    assert max(best["memory_bytes"]) < min(best["memory_limit_bytes"]) and max(best["memory_bytes"]) > 0.5 * float(
+        device.split("memory=")[1]
+    )
     predicted = f"{best['step_s']:.1f} s a step"
     assert predicted in text, f"{predicted}; {max(best['memory_bytes']) / 2**30:.1f} GiB"
-    whole = "--trainer.strategy.init_args.sharded_parameters=false"
-    code, out, err = run(capsys, *command, "--data=null", whole)
-    assert code != 0 and "parameters in shards, sharded_parameters=True" in err, err
+    assert (
+        f"{max(best['memory_bytes']) / 2**30:.1f} of {min(best['memory_limit_bytes']) / 2**30:.1f} GiB a"
+        in " ".join(text.split())
+    )
+    without = yaml.safe_load((ROOT / "recipes" / recipe / "topology.yaml").read_text())
+    hosts = without["clusters"][0]["hosts"]
+    hosts[:] = [host for host in hosts if host.get("role") != "optimizer"]
+    (tmp_path / "topology.yaml").write_text(yaml.safe_dump(without))
+    whole = ["--trainer.strategy.init_args.sharded_parameters=false", f"--topology={tmp_path / 'topology.yaml'}"]
+    code, out, err = run(capsys, *command, "--data=null", *whole)
+    assert code != 0 and "NothingFitsError" in err and "GiB a device are missing" in err, err
+    assert on_nodes or "parameters in shards, sharded_parameters=True" in err, err
 
 
 def output_of(args):

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_holmes.checking.first_step import attached
 from lightning_holmes.cluster.topology import Topology
@@ -133,8 +134,15 @@ def make_cost_model(
     topology = _topology(request, given, trainer)
     precision = precision_of(trainer)
     dtype = _WEIGHTS.get(precision, torch.float32)
-    with _default_dtype(dtype):  # as Lightning's precision plugin does
-        model = configured(build_model()) if request.profile == "measure" else _build(build_model)
+
+    def whole() -> LightningModule:
+        module = configured(build_model())
+        if precision in _WEIGHTS:
+            _cast(module, dtype)
+        return module
+
+    with _default_dtype(dtype):  # as Lightning's precision plugin does, which converts what has another, too
+        model = whole() if request.profile == "measure" else _build(whole)
     check_module(model, fitting=True, is_pipeline=False)  # what no layout takes
 
     def profiled(module: LightningModule) -> tuple[ModelCost, int]:
@@ -162,7 +170,7 @@ def make_cost_model(
                 raise UnsupportedModuleError(
                     f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
                 ) from error
-            cost, samples = profiled(configured(build_model()))
+            cost, samples = profiled(whole())
     devices = find_devices(request.device_type, topology, cost.unit)
     kind = "half" if cost.parameter_itemsize <= _HALF_BYTES else KINDS[precision]
     devices = tuple(device.at(kind) for device in devices)
@@ -228,14 +236,28 @@ def _empty(shape: str, text: str) -> torch.Tensor:
     return torch.zeros(numbers, dtype=_DTYPES[dtype or "float32"])
 
 
-def _build(build_model: Callable[[], LightningModule]) -> LightningModule:
+def _build(build: Callable[[], LightningModule]) -> LightningModule:
     """The module without weights, where it can be built so; else as it builds itself (from_pretrained)."""
     try:
-        return build_fake(lambda: configured(build_model()))
+        return build_fake(build)
     except ConfigurationError:
         raise
     except Exception:
-        return configured(build_model())
+        return build()
+
+
+def _cast(module: LightningModule, dtype: torch.dtype) -> None:
+    """Give what computes in floating point this type, also where nothing has values, which ``Module.to`` cannot change."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            if not tensor.is_floating_point() or tensor.dtype == dtype:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                new = made.setdefault(id(tensor), nn.Parameter(tensor.detach().to(dtype), tensor.requires_grad))
+                setattr(owner, name, new)
+            else:
+                setattr(owner, name, tensor.to(dtype))
 
 
 def configured(model: LightningModule) -> LightningModule:

@@ -574,6 +574,36 @@ def test_a_plugins_precision_is_predicted_as_the_trainers(capsys, tmp_path):
     assert found[0] != found[1] == found[2] and found[1][0] == 2
 
 
+class BuildsInFloat32(LightningModule):
+    """What asks for a type itself, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float32) for _ in range(4))
+        self.register_buffer("scale", torch.ones(8, dtype=torch.float32))
+
+    def training_step(self, batch, batch_idx):
+        x = batch.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = layer(x * self.scale)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_that_makes_float32_itself_is_predicted_as_the_trainer_converts_it(capsys):
+    found = {}
+    for precision in ("32-true", "bf16-true"):
+        options = [f"--trainer.precision={precision}", f"--model={__name__}.BuildsInFloat32", "--batch_shape=4x8"]
+        code, out, err = run(capsys, "plan", *options, *SMALL[1:])
+        assert code == 0, err
+        found[precision] = json.loads(out[out.index("{") :])["model"]
+    assert found["32-true"]["parameter_itemsize"] == 4 and found["bf16-true"]["parameter_itemsize"] == 2
+    wide, narrow = (sum(layer["parameter_bytes"] for layer in found[precision]["layers"]) for precision in found)
+    assert wide == 2 * narrow == 4 * (64 + 8) * 4
+
+
 def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):
     code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
     assert code == 0, err

@@ -79,5 +79,13 @@ def test_a_node_has_sixteen_bytes_a_parameter_and_every_workers_gradients(nodes:
     assert f"{nodes} optimizer node" in load.describe()
 
 
+def test_a_worker_sends_a_third_of_what_it_does_with_shards() -> None:
+    """ZeRO-3's 3 P each way, of which half are its own with two workers: docs/optimizer-nodes.md has the ratio."""
+    parameters = 2 * ENDS + 4 * LAYER
+    shards = predicted(4, sharded_parameters=True).nic_bytes["ethernet"]
+    assert shards == pytest.approx(3 * parameters / 2, rel=0.3), "the last layers stay for their backward"
+    assert predicted(4, optimizer_nodes=1).nic_bytes["ethernet"] == parameters
+
+
 def test_without_nodes_nothing_changes() -> None:
     assert predicted(4).nodes is None and predicted(4, sharded_parameters=True).sharded_parameters
