@@ -50,6 +50,10 @@ _ENDED_S = 3600.0  # a job none of whose processes lives is not started again la
 _ENDING_S = 45.0  # within which processes that a launcher has told to end are gone
 _PAUSE_S = 0.1
 _ROOM = 1.05  # of what is written, for headers and the manifest
+_COMMIT = "+"
+
+Commit = tuple[str, int]
+"""A run's name, and the version of its values: what optimizer nodes keep when workers are lost."""
 
 
 def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
@@ -315,7 +319,7 @@ def jobs_on_host(base: Path) -> list[JobOnHost]:
 def _fit_on_host(path: Path) -> FitOnHost:
     progress = path / _PROGRESS
     step_at = progress.stat().st_mtime
-    whole = [(int(p.name), p.stat().st_mtime) for p in path.iterdir() if p.name.isdigit()]
+    whole = [(about[0], p.stat().st_mtime) for p in path.iterdir() if (about := read_name(p.name)) is not None]
     return FitOnHost(
         name=path.name, step=int(progress.read_text() or 0), step_at=step_at, snapshots=tuple(sorted(whole)[::-1])
     )
@@ -332,28 +336,51 @@ def _lives(folder: Path) -> bool:
     return False
 
 
-def find_newest(folder: Path, all_gather: Callable[[Any], list[Any]]) -> tuple[Path, int] | None:
-    """The newest snapshot of which the hosts of today hold every part together, and its step. All ranks must call."""
-    here: list[tuple[int, str, list[str], list[str]]] = []
+def snapshot_name(step: int, commit: Commit | None = None) -> str:
+    """Of the folder of a snapshot; ``commit``: of the parameters and states that are not in it, but on optimizer nodes."""
+    return str(step) if commit is None else f"{step}{_COMMIT}{commit[0]}{_COMMIT}{commit[1]}"
+
+
+def read_name(name: str) -> tuple[int, Commit | None] | None:
+    """The inverse; None: it is no snapshot."""
+    step, *commit = name.split(_COMMIT)
+    if not step.isdigit() or len(commit) not in (0, 2):
+        return None
+    return int(step), (commit[0], int(commit[1])) if commit else None
+
+
+def find_newest(
+    folder: Path, all_gather: Callable[[Any], list[Any]], have_kept: Callable[[str, int], bool] | None = None
+) -> tuple[Path, int] | None:
+    """The newest snapshot of which the hosts of today hold every part together, and its step. All ranks must call.
+
+    Args:
+        have_kept: whether optimizer nodes still hold what they held at a commit; all ranks call it together. None: such are left out.
+    """
+    here: list[tuple[int, str, str, list[str], list[str]]] = []
     for path in folder.iterdir():
-        if path.name.isdigit():
+        about = read_name(path.name)
+        if about is not None and (about[1] is None or have_kept is not None):
             with contextlib.suppress(CheckpointError):
                 manifest = Manifest.load(path)
                 needed = [n for n, f in manifest.files.items() if f.file_system is not None or n == REST]
-                here.append((int(path.name), manifest.id, needed, sorted(manifest.present_files(path))))
-    present: dict[tuple[int, str], set[str]] = {}
-    wanted: dict[tuple[int, str], set[str]] = {}
+                here.append((about[0], path.name, manifest.id, needed, sorted(manifest.present_files(path))))
+    present: dict[tuple[int, str, str], set[str]] = {}
+    wanted: dict[tuple[int, str, str], set[str]] = {}
     for found in all_gather(here):
-        for step, token, needed, files in found:
-            present.setdefault((step, token), set()).update(files)
-            wanted[step, token] = set(needed)
-    whole = [key for key, names in wanted.items() if names <= present[key]]
-    if not whole:
-        return None
-    step, chosen = max(whole)
-    if any(found == step and token != chosen for found, token, *_ in here):
-        atomic.delete(folder / str(step))  # of another attempt, which did not come so far on all hosts
-    return folder / str(step), step
+        for step, name, token, needed, files in found:
+            present.setdefault((step, name, token), set()).update(files)
+            wanted[step, name, token] = set(needed)
+    for step, name, chosen in sorted(wanted, reverse=True):
+        if not wanted[step, name, chosen] <= present[step, name, chosen]:
+            continue
+        about = read_name(name)
+        if about is not None and about[1] is not None and (have_kept is None or not have_kept(*about[1])):
+            continue
+        if any(found == name and token != chosen for _, found, token, *_ in here):
+            atomic.delete(folder / name)  # of another attempt, which did not come so far on all hosts
+        return folder / name, step
+    return None
 
 
 class SnapshotManager(CheckpointManager):
@@ -374,17 +401,16 @@ class SnapshotManager(CheckpointManager):
         self._admitted = False
         self.whole: Path | None = None
         """The newest that is whole on all hosts."""
+        self.beside_nodes: Path | None = None
+        """Likewise of those whose parameters and states optimizer nodes hold."""
+        self.write_s = 0.0
+        """How long the last one with parameters took to be written, beside the steps."""
         self._latest: Path | None = None  # which may still be written
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes."""
         return self._writer.is_busy
-
-    @property
-    def write_s(self) -> float:
-        """How long the last snapshot took to be written, beside the steps."""
-        return self._writer.last_s
 
     def settle(self, job: Job) -> None:
         """Wait for what is being written. All ranks must call; afterwards all know whether it is whole."""
@@ -396,9 +422,14 @@ class SnapshotManager(CheckpointManager):
         problems = [said for said in job.all_gather(problem) if said]
         if problems and job.rank == 0:
             warnings.warn(f"a snapshot was not written, and the one before it stays: {problems[0]}")
-        if not problems and self._latest is not None:
-            self.whole = self._latest
-            self._folder.note_whole(int(self.whole.name))
+        about = None if self._latest is None else read_name(self._latest.name)
+        if not problems and about is not None:
+            step, commit = about
+            if commit is None:
+                self.whole, self.write_s = self._latest, self._writer.last_s
+            else:
+                self.beside_nodes = self._latest
+            self._folder.note_whole(step)
         self._latest = None
 
     def save_folder(self, job: Job, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:
@@ -415,7 +446,7 @@ class SnapshotManager(CheckpointManager):
         if not self._admitted:
             self._check_room(job, systems, save)
             self._admitted = True
-        kept = {target, self.whole, atomic.temporary_path(target, token)}
+        kept = {target, self.whole, self.beside_nodes, atomic.temporary_path(target, token)}
         old = []
         if systems.is_leader(job.rank):
             old = [p for p in target.parent.iterdir() if p.is_dir() and p not in kept] + self._folder.ended_fits()

@@ -38,7 +38,9 @@ def main(args: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--master-addr", default=os.environ.get("MASTER_ADDR"), help="the host of rank 0; default MASTER_ADDR"
+        "--master-addr",
+        default=os.environ.get("MASTER_ADDR"),
+        help="the host of rank 0, or several with commas, where it may come again on another; default MASTER_ADDR",
     )
     parser.add_argument(
         "--port",
@@ -82,7 +84,7 @@ def main(args: list[str]) -> None:
             grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
             expected = describe_module(module, is_whole=not grows)
         code = join(
-            (given.master_addr, given.port),
+            [(host.strip(), given.port) for host in given.master_addr.split(",")],
             -1,
             may_import=False,
             options=options,

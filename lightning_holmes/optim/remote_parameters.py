@@ -47,6 +47,8 @@ class RemoteParameters(StageShards):
         queue: where they are received, on a thread.
         num_nodes: that hold them. A stage's parameters are a unit on each, which come and go side by side.
         keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
+        run: names this fit's values, where nodes keep them when the workers are lost; empty: they do not.
+        adopted: the version that nodes have kept so, and go on with; 0: they are given values.
 
     Attributes:
         links: to this rank's nodes.
@@ -70,6 +72,8 @@ class RemoteParameters(StageShards):
         queue: CommQueue,
         num_nodes: int,
         keeps: bool,
+        run: str = "",
+        adopted: int = 0,
         absence: Absence | None = None,
         compiled: Mapping[str, bool] | None = None,
     ) -> None:
@@ -88,6 +92,7 @@ class RemoteParameters(StageShards):
         if keeps:
             self._num_buffers = max(1, len(stages))
         self._keeps, self._num_nodes = keeps, num_nodes
+        self.run, self._adopted = run, adopted
         self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
         self.links: Sequence[NodeLink] = ()
         self.version = self.committed = 0
@@ -165,10 +170,13 @@ class RemoteParameters(StageShards):
         for part in self.parts:
             if bring is not None:
                 bring(part.names)
-            self._keep(part)
+            if self._adopted:
+                self._let_go_of(part)
+            else:
+                self._keep(part)
         if former is not None:
             former.queue.close()
-        self.version = 1
+        self.version = self._adopted or 1
         return []
 
     def has(self, part: Part) -> bool:
@@ -188,6 +196,9 @@ class RemoteParameters(StageShards):
                     view.copy_(self.parameters[name])
             link, index = self.link_of(part)
             link.ask({"ask": "keep", "unit": index, "values": buffer, "version": self.version + 1})
+        self._let_go_of(part)
+
+    def _let_go_of(self, part: Part) -> None:
         for name in part.names:
             self._let_go(name)
 
@@ -307,7 +318,9 @@ class RemoteParameters(StageShards):
                     self._start([part], [buffer]).wait()
                 for name, view in part.views(buffer).items():
                     dtensor.replace_local(self.parameters[name], view.clone())
-            for link in self.links:
+            for link in (
+                () if self._has_failed and self.run else self.links
+            ):  # nodes keep what a run that has failed may go on from
                 link.ask({"ask": "rest"})
             for aggregator in dict.fromkeys(self.aggregators.values()):  # in the same order on all
                 aggregator.close()

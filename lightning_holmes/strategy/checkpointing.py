@@ -37,7 +37,7 @@ from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Run
-from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
+from lightning_holmes.strategy.user_hooks import looks_at_checkpoints
 
 _STATES = ("state_dict", "optimizer_states", "loops", "lr_schedulers")
 _HALF_DONE = (
@@ -55,6 +55,7 @@ class RunCheckpoints:
         fit: the last one that trained, if any: Trainer.save_checkpoint after fit is common.
         resumption: where what is loaded waits until a layout is known.
         io: Lightning's; one of the user's own gets files as it expects.
+        leaves_to_nodes: what is saved goes without what optimizer nodes hold.
     """
 
     manager: checkpoints.CheckpointManager
@@ -64,6 +65,13 @@ class RunCheckpoints:
     resumption: Resumption
     module: pl.LightningModule
     io: CheckpointIO
+    leaves_to_nodes: bool = False
+
+    @property
+    def version_on_nodes(self) -> int | None:
+        """Of the values that optimizer nodes hold and will keep when workers are lost."""
+        shards = self._stage_shards
+        return shards.version if isinstance(shards, RemoteParameters) and shards.run else None
 
     @property
     def _writes_folders(self) -> bool:
@@ -133,7 +141,7 @@ class RunCheckpoints:
         shards = self._stage_shards
         if shards is None:
             return None
-        if self._has_failed_beside_others:
+        if self._has_failed_beside_others or self.leaves_to_nodes:
             return {}
         if isinstance(shards, RemoteParameters) and self._may_stay_on_nodes:
             here, values = shards.collect_in_steps(shards.destination)
@@ -187,7 +195,7 @@ class RunCheckpoints:
         shards = fit.shards
         if shards is None:
             return None
-        if self._has_failed_beside_others:
+        if self._has_failed_beside_others or self.leaves_to_nodes:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
@@ -222,12 +230,9 @@ class RunCheckpoints:
     @property
     def _are_for_the_folder_only(self) -> bool:
         """Nobody looks at a checkpoint's values before they are written."""
-        module, callbacks = self.module, self.module.trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average in their place
-            return False
         if self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
             return False
-        return not list(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
+        return not looks_at_checkpoints(self.module)
 
     def _gathering_rank(self) -> int | None:
         """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others."""

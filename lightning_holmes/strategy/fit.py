@@ -52,6 +52,7 @@ from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.strategy.tripwires import refusing_reads
+from lightning_holmes.strategy.user_hooks import looks_at_checkpoints
 from lightning_holmes.torch_private import default_store
 
 _T = TypeVar("_T")
@@ -250,6 +251,9 @@ class Fit(Run):
         if job.connection.rank == 0:
             when = f"at the optimizer's step, since {deferred}" if deferred else "as soon as its last gradient has come"
             print(f"optimizer nodes update a layer {when}", flush=True)
+        nodes, snapshots = job.optimizer_nodes(count), self.context.snapshots
+        looked_at = any(job.connection.all_gather(looks_at_checkpoints(self.module)))
+        keep = snapshots is not None and nodes.outlive and not looked_at
         return make_remote_gradients(
             self.pipeline,
             job.groups,
@@ -258,7 +262,7 @@ class Fit(Run):
             optimizer=optimizer,
             names=self._local_group_names(optimizer),
             options=self.options.gradient_options,
-            nodes=job.optimizer_nodes(count),
+            nodes=nodes,
             clusters=[cluster.name for cluster, _ in job.topology.places()],
             hosts=[host.name for _, host in job.topology.places()],
             optimizer_states=self.options.optimizer_states,
@@ -269,6 +273,8 @@ class Fit(Run):
             all_gather=job.connection.all_gather,
             is_eager=not deferred,
             scaler=scaler,
+            run=snapshots.run if snapshots is not None and keep else "",
+            adopt=snapshots.adopted if snapshots is not None and keep else 0,
         )
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:

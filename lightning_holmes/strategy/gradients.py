@@ -200,6 +200,8 @@ def make_remote_gradients(
     all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
     scaler: Any,
+    run: str,
+    adopt: int,
 ) -> Gradients:
     """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
 
@@ -213,6 +215,7 @@ def make_remote_gradients(
         all_gather: what each rank of WORLD gives, on every rank.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: of ``precision="16-mixed"``, or None.
+        run, adopt: see OptimizerNodes.open.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
@@ -234,6 +237,8 @@ def make_remote_gradients(
         queue=ThreadQueue(device),
         num_nodes=len(by_rank[groups.pipeline_rank]),
         keeps=keeps,
+        run=run,
+        adopted=adopt,
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
@@ -252,6 +257,8 @@ def make_remote_gradients(
         worker=rank,
         states=optimizer_states,
         module=type(pipeline.module).__qualname__,
+        run=run,
+        adopt=adopt,
     )
     remote.connect(links, place_of)
     fill(remote)

@@ -8,6 +8,7 @@ optimizer-node` with the same secret; and tells the other ranks where they are.
     links = nodes.open(units, place_of, told, ...)
 """
 
+import itertools
 import os
 import secrets
 import subprocess
@@ -68,7 +69,10 @@ class OptimizerNodes:
             )
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self._ask_rank_0 = ask_rank_0
+        self.outlive = given is not None
+        """Whether nodes are started elsewhere, and stay when this job's processes end."""
         self._secret, self._addresses, self._clusters = "", list[Mapping[str, Address]](), list[str | None]()
+        self._kept: list[list[Any]] = []
         self._hosts, self._topology = hosts, topology
         self._host = topology.host_of_rank(rank).name
         self._num_sessions = 0
@@ -89,8 +93,8 @@ class OptimizerNodes:
         if self._registry is not None:
             self._registry.ending = code, again
 
-    def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None]]:
-        """On rank 0: the secret, and of each node its addresses, by the worker's host, and its cluster."""
+    def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None], list[list[Any]]]:
+        """On rank 0: the secret, and of each node its addresses, by the worker's host, its cluster, and the commits of which it has kept units."""
         assert self._registry is not None
         told = self._registry.wait()
         clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
@@ -103,12 +107,21 @@ class OptimizerNodes:
                 print(f"optimizer node {number} listens at {address}, too, for workers of cluster {name}", flush=True)
             elsewhere: Address = node["address"]
             addresses.append({EVERYWHERE: elsewhere} | {host: heard[address] for host, address in near.items()})
-        return self._registry.secret, addresses, clusters
+        return self._registry.secret, addresses, clusters, [node["kept"] for node in told]
+
+    def _meet(self) -> None:
+        if not self._addresses:
+            self._secret, self._addresses, self._clusters, self._kept = self._ask_rank_0(self._find)
+
+    def have_kept(self, run: str, version: int) -> bool:
+        """Whether all nodes still hold what they held when the workers of a start before had made ``version - 1`` steps of ``run``. All ranks must
+        call."""
+        self._meet()
+        return all(kept and all(tuple(commit) == (run, version) for commit in kept) for kept in self._kept)
 
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
         """For each pipeline rank, in these clusters, the nodes of its stages. All ranks must call."""
-        if not self._addresses:
-            self._secret, self._addresses, self._clusters = self._ask_rank_0(self._find)
+        self._meet()
         return share_nodes(clusters, self._clusters)
 
     def clusters_of(self, by_rank: Sequence[Sequence[int]]) -> list[list[str | None]]:
@@ -127,6 +140,8 @@ class OptimizerNodes:
         worker: int,
         states: str,
         module: str,
+        run: str = "",
+        adopt: int = 0,
     ) -> list[NodeLink]:
         """Links to the nodes of this rank's stages. All ranks must call.
 
@@ -135,6 +150,8 @@ class OptimizerNodes:
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
             states: HolmesStrategy's optimizer_states.
             module: the name of its class.
+            run: a name for this fit's values, under which the nodes keep them when the workers are lost; empty: they do not.
+            adopt: the version that they have kept and shall go on with; 0: they are given values.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
@@ -151,6 +168,8 @@ class OptimizerNodes:
                 "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
                 "optimizer": dict(optimizer),
                 "states": states,
+                "run": run,
+                "adopt": adopt,
                 "num_places": sum(number in of_rank for of_rank in by_rank),
             }
             links.append(
@@ -206,7 +225,7 @@ class _Registry:
         self.secret = secret
         self._count, self._wait_s = count, wait_s
         self._nodes: dict[int, tuple[Channel, dict[str, Any]]] = {}
-        self._next = 0
+        self._numbers: set[int] = set()
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ending: tuple[int, bool] | None = None
@@ -216,8 +235,9 @@ class _Registry:
     def _join(self, channel: Channel, hello: dict[str, Any]) -> None:
         with self._changed:
             number = hello["number"]
-            if number < 0:
-                number, self._next = self._next, self._next + 1
+            if number < 0 or number in self._numbers:
+                number = next(free for free in itertools.count() if free not in self._numbers)
+            self._numbers.add(number)
         try:
             channel.send({"number": number, "again": _restarts()})
             told = channel.receive()

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +31,26 @@ from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder, SnapshotManager, find_newest
+from lightning_holmes.checkpoint.snapshots import (
+    SnapshotFolder,
+    SnapshotManager,
+    find_newest,
+    read_name,
+    snapshot_name,
+)
 from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
+
+
+class Due(Enum):
+    """What a snapshot has: all, or all that optimizer nodes have not, which keep the rest when workers are lost."""
+
+    WHOLE = auto()
+    BESIDE_NODES = auto()
+
 
 KEY = "lightning_holmes_snapshot"
 BATCH = "lightning_holmes_batch"
@@ -81,6 +96,8 @@ class Snapshots:
         every: steps between two; "auto": so that their pauses take a hundredth of the time.
         device: whose random generator counts beside the host's.
         member: who this rank is.
+        run: names the values of this fit among those of all starts of the job; the same on all ranks.
+        have_kept: whether optimizer nodes have outlived the workers of a start before, and hold what they held at a commit; None: there are none.
     """
 
     def __init__(
@@ -92,9 +109,16 @@ class Snapshots:
         every: int | Literal["auto"],
         device: torch.device,
         member: Membership,
+        run: str = "",
+        have_kept: Callable[[str, int], bool] | None = None,
     ) -> None:
         self.manager, self.folder = manager, folder
-        self.is_taking = False
+        self.run = run
+        self.adopted = 0
+        """The version of the values with which optimizer nodes go on that have kept them; 0: they are given values."""
+        self.version_on_nodes: Callable[[], int | None] = lambda: None
+        """Gives that of the values that nodes hold now, where they will keep them and a snapshot can do without."""
+        self.taking: Due | None = None
         self.is_active = False
         """The fit has come to its batches: what a callback trains before, in its loops, is none of it."""
         self.chosen: str | None = None
@@ -111,6 +135,8 @@ class Snapshots:
         self._step: int | None = None  # of the last snapshot
         self._taken_at = 0.0
         self._pause_s = 0.0
+        self._have_kept = have_kept
+        self._beside = (0, 0.0, 0.0)  # the last snapshot beside nodes: its step, when, and its pause
         self._made: dict[int, dict[str, Any]] = {}
         self._pass_began: dict[str, Any] | None = None
         self._first_fetch: dict[str, Any] | None = None
@@ -122,22 +148,36 @@ class Snapshots:
     # when
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next batch shall wait for a snapshot; what rank 0 says counts. After the first step, and from then on."""
-        trainer = self._trainer
-        step = trainer.global_step
+    def is_taking(self) -> bool:
+        """What is saved now is a snapshot."""
+        return self.taking is not None
+
+    @property
+    def due(self) -> Due | None:
+        """The snapshot for which the next batch shall wait, if for any; what rank 0 says counts. After the first step, and from then on."""
+        step = self._trainer.global_step
         if not self.is_active or self._is_accumulating:
-            return False
+            return None
         if self._step is None:
-            return step > self._started
+            return Due.WHOLE if step > self._started else None
         if step == self._step:
-            return False
+            return None
+        return Due.WHOLE if self._is_due(step - self._step) else Due.BESIDE_NODES if self._is_due_beside(step) else None
+
+    def _is_due(self, num_steps: int) -> bool:
         if self._every != "auto":
-            return step - self._step >= self._every
+            return num_steps >= self._every
         passed = time.monotonic() - self._taken_at
         return not self.manager.is_writing and passed >= max(
             self._pause_s / _PAUSE_SHARE, self.manager.write_s / _WRITE_SHARE
         )
+
+    def _is_due_beside(self, step: int) -> bool:
+        """As often as their pauses take a hundredth of the time."""
+        last, taken_at, pause_s = self._beside
+        if step == last or self.manager.is_writing or time.monotonic() - taken_at < pause_s / _PAUSE_SHARE:
+            return False
+        return self.version_on_nodes() is not None
 
     @property
     def _is_accumulating(self) -> bool:
@@ -147,18 +187,23 @@ class Snapshots:
 
     # taking one
 
-    def take(self) -> None:
+    def take(self, kind: Due = Due.WHOLE) -> None:
         """Copy this rank's state, and write it while training goes on. All ranks must call, between two batches."""
         begin = time.monotonic()
-        self.is_taking = True
+        self.taking = kind
+        step, version = self._trainer.global_step, self.version_on_nodes()
         try:
-            step = self._trainer.global_step
-            self._trainer.save_checkpoint(self.folder.path / str(step), weights_only=False)
-            self._step = step
+            name = snapshot_name(step, None if kind is Due.WHOLE or version is None else (self.run, version))
+            self._trainer.save_checkpoint(self.folder.path / name, weights_only=False)
+            if kind is Due.BESIDE_NODES:  # it is small, and of use only until the next commit
+                self.manager.settle(self._member)
         finally:
-            self.is_taking = False
-        self._taken_at = time.monotonic()
-        self._pause_s = self._taken_at - begin
+            self.taking = None
+        end = time.monotonic()
+        if kind is Due.WHOLE:
+            self._step, self._taken_at, self._pause_s = step, end, end - begin
+        else:
+            self._beside = step, end, end - begin
 
     def take_last(self, why: str) -> None:
         """Take one and wait until it is whole, before all leave, as they were told."""
@@ -226,9 +271,10 @@ class Snapshots:
         saved: dict[str, int] = {}
         for of_rank in member.all_gather(folder.saved_checkpoints()):
             saved |= of_rank
-        found = find_newest(folder.path, member.all_gather)
+        found = find_newest(folder.path, member.all_gather, self._have_kept)
         if found is not None:
             path, step = found
+            commit = (read_name(path.name) or (0, None))[1]
             later = self._later_checkpoint(path, step, saved, find_checkpoint, ckpt_path, known=known)
             if later is not None:
                 self._tell(
@@ -236,8 +282,19 @@ class Snapshots:
                 )
                 self.own_checkpoint = later
                 return later
-            self.manager.whole, self.chosen = path, str(path)
-            self._tell(f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one: {path}")
+            self.chosen = str(path)
+            beside = ""
+            if commit is None:
+                self.manager.whole = path
+            else:
+                self.run, self.adopted = commit
+                self.manager.beside_nodes = path
+                whole = find_newest(folder.path, member.all_gather)
+                self.manager.whole = None if whole is None else whole[0]
+                beside = ", with what the optimizer nodes have kept"
+            self._tell(
+                f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one{beside}: {path}"
+            )
             return self.chosen
         began = [attempt[0] for attempt in attempts if attempt[0] is not None]
         if not began:
@@ -373,8 +430,8 @@ class Snapshots:
                 self._resumed = None
             elif self._first_fetch is None:
                 self._first_fetch = random_states(self._device)
-            if self._member.size == 1 and self.is_due:
-                self.take()
+            if self._member.size == 1 and (due := self.due) is not None:
+                self.take(due)
             advance(fetcher)
             self._trains = True
             self.folder.note_step(self._trainer.global_step)

@@ -75,4 +75,14 @@ def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environme
         group=lambda: job.groups.builder.build(range(connection.world_size), "holmes_snapshots", on_host=True),
         clusters=[names.index(name) for name in names],
     )
-    return Snapshots(trainer, manager, folder, every=every, device=connection.device, member=job.membership)
+    nodes = job.optimizer_nodes(options.optimizer_nodes) if options.optimizer_nodes else None
+    return Snapshots(
+        trainer,
+        manager,
+        folder,
+        every=every,
+        device=connection.device,
+        member=job.membership,
+        run=f"{start}-{fit}",
+        have_kept=nodes.have_kept if nodes is not None and nodes.outlive else None,
+    )

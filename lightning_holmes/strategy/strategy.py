@@ -64,7 +64,7 @@ from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
-from lightning_holmes.strategy.snapshots import Snapshots
+from lightning_holmes.strategy.snapshots import Due, Snapshots
 from lightning_holmes.strategy.starting_again import begin_snapshots
 
 _OF_RUNS = (
@@ -416,12 +416,17 @@ class HolmesStrategy(ParallelStrategy):
         self.setup_environment()
         with self._joined.explaining():
             self._snapshots = begin_snapshots(trainer, self._joined, self._options, self.cluster_environment)
+            self._snapshots.version_on_nodes = self._version_on_nodes
             return self._snapshots.choose(find_checkpoint, ckpt_path)
 
     def _explaining(self) -> AbstractContextManager[None]:
         if self._job is not None:
             return self._job.explaining()
         return nullcontext() if self._connection is None else self._connection.explaining()
+
+    def _version_on_nodes(self) -> int | None:
+        ours = self._checkpoints
+        return None if ours is None else ours.version_on_nodes
 
     # a run
 
@@ -653,6 +658,7 @@ class HolmesStrategy(ParallelStrategy):
         snapshots = self._snapshots
         return RunCheckpoints(
             manager=self._manager if snapshots is None or not snapshots.is_taking else snapshots.manager,
+            leaves_to_nodes=snapshots is not None and snapshots.taking is Due.BESIDE_NODES,
             job=self._job,
             run=self._run,
             fit=self._fit,
@@ -712,9 +718,9 @@ class HolmesStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
-        ours = self._checkpoints
+        ours, snapshots = self._checkpoints, self._snapshots
         load = super().load_model_state_dict if ours is None else ours.load_module
-        load(checkpoint, strict=strict)
+        load(checkpoint, strict=strict and (snapshots is None or not snapshots.adopted))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         ours = self._checkpoints

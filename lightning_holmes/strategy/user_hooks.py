@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
@@ -53,3 +53,11 @@ def hooks_that_read_state(module: "pl.LightningModule", callbacks: Iterable["pl.
     """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
     callbacks = users_callbacks(callbacks)
     return frozenset(step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks)))
+
+
+def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
+    """Whether somebody reads a checkpoint's values before they are written, or puts others in their place."""
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average there
+        return True
+    return any(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))

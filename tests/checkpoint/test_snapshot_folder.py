@@ -30,6 +30,8 @@ from lightning_holmes.checkpoint.snapshots import (
     find_newest,
     job_name,
     jobs_on_host,
+    read_name,
+    snapshot_name,
 )
 from lightning_holmes.errors import ConfigurationError
 
@@ -231,11 +233,29 @@ def test_the_newest_snapshot_is_one_whose_parts_the_hosts_have_together(tmp_path
     assert find_newest(tmp_path, lambda value: [value]) == (tmp_path / "3", 3)
 
     def with_another_host(value: list[Any]) -> list[Any]:
-        return [value, [(step, token, needed, ["__0_0.distcp"]) for step, token, needed, _ in value]]
+        return [value, [(*about, needed, ["__0_0.distcp"]) for *about, needed, _ in value]]
 
     assert find_newest(tmp_path, with_another_host) == (tmp_path / "6", 6)
     (tmp_path / "3" / MANIFEST).unlink()
     assert find_newest(tmp_path, lambda value: [value]) is None
+
+
+def test_a_snapshot_beside_optimizer_nodes_counts_where_these_hold_the_rest(tmp_path: Path) -> None:
+    names = [snapshot_name(step, commit) for step, commit in ((3, None), (4, ("run", 5)), (5, ("run", 6)))]
+    assert [read_name(name) for name in names] == [(3, None), (4, ("run", 5)), (5, ("run", 6))]
+    assert read_name("whole") is None and read_name("5+run") is None
+    for step, name in enumerate(names, start=3):
+        save(tmp_path, step)
+        (tmp_path / str(step)).rename(tmp_path / name)
+
+    def found(have_kept: Any = None) -> tuple[str, int] | None:
+        newest = find_newest(tmp_path, lambda value: [value], have_kept)
+        return None if newest is None else (newest[0].name, newest[1])
+
+    assert found() == ("3", 3)
+    assert found(lambda run, version: False) == ("3", 3), "nodes have been started anew"
+    assert found(lambda run, version: version == 5) == ("4+run+5", 4), "the last commit did not reach all nodes"
+    assert found(lambda run, version: version == 6) == ("5+run+6", 5)
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,20 @@ class Net(LightningModule):
             self.kill["rank"],
             self.kill["step"],
         ):
-            os.kill(os.getpid(), getattr(signal, self.kill.get("signal", "SIGKILL")))
+            if not self.kill.get("backward"):
+                self.end_process()
+            batch[0].requires_grad_().register_hook(lambda gradient: self.end_half_done())
         return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
+
+    def end_half_done(self) -> None:
+        """When the optimizer node has updated the last layer."""
+        held = self.trainer.strategy._fit.stage_shards
+        link, unit = held.link_of(max(held.parts, key=lambda part: -1 if part.stage is None else part.stage))
+        link.ask({"ask": "fetch", "unit": unit, "version": held.version + 1, "whole": False})
+        self.end_process()
+
+    def end_process(self) -> None:
+        os.kill(os.getpid(), getattr(signal, self.kill.get("signal", "SIGKILL")))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
@@ -124,6 +136,7 @@ def train(
         logger=False,
         callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept, *callbacks],
         enable_checkpointing=bool(kept),
+        gradient_clip_val=options.get("clip"),
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,9 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
 
 
 def run_beside_a_node(
-    folder: Path, worker: list[str], script: list[str], **environment: str
+    folder: Path, worker: list[str], script: list[str], nodes: int = 1, **environment: str
 ) -> tuple[tuple[int, str], tuple[int, str]]:
-    """The exit code and output of a command, and of an optimizer node that runs ``script``."""
+    """The exit code and output of a command, and of optimizer nodes that run ``script``."""
     variables = os.environ | {
         "HOLMES_NODE_SECRET": "known to both",
         "HOLMES_NODE_PORT": str(free_port()),
@@ -223,7 +224,7 @@ def run_beside_a_node(
         "lightning_holmes.cli",
         "optimizer-node",
         "--master-addr",
-        "127.0.0.1",
+        "127.0.0.2, 127.0.0.1",  # rank 0 is found where it is
         "--",
         *script,
     ]
@@ -236,15 +237,15 @@ def run_beside_a_node(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for command in (worker, node)
+        for command in (worker, *[node] * nodes)
     ]
     try:
         said = [process.communicate(timeout=180)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    first, second = ((process.returncode, output) for process, output in zip(processes, said, strict=True))
-    return first, second
+    codes = [process.returncode for process in processes]
+    return (codes[0], said[0]), (max(codes[1:], key=abs), "".join(said[1:]))
 
 
 def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
@@ -254,25 +255,32 @@ def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
     assert node_code == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
 
 
-def test_a_node_outlives_workers_that_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun starts two workers again after one was killed: they go on from their snapshot, with the same node, bit for bit. Baseline: the
-    same job without faults, and with a node that it starts itself."""
+@pytest.mark.parametrize("way", ["commits", "on disk", "eager", "half done", "two nodes"])
+def test_a_node_outlives_workers_that_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """torchrun starts two workers again after one was killed: they go on with what the same node has kept, after the last step that was committed,
+    or, where the node had updated layers of a step that never was, from their snapshot; bit for bit. Baseline: the same job without faults, and
+    with a node that it starts itself."""
+    nodes, last = (2, 11) if way == "two nodes" else (1, 10)  # a step that is not in or after a validation
     strategy = {
-        "optimizer_nodes": 1,
-        "num_chunks": 4,
-        "pipeline_parallel_size": 1,
+        "optimizer_nodes": nodes,
+        "num_chunks": 4 // nodes,
+        "pipeline_parallel_size": nodes,
         "schedule": "auto",
         "gradient_sync": "auto",
         "bucket_bytes": "auto",
     }
     monkeypatch.setenv("PYTHON_EXEC", forked_executable())
-    whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy}
+    clip = {} if way in ("eager", "half done") else {"clip": 0.05}
+    whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy} | clip
     expected = launch(2, "snapshot_cases:train", whole)
+    states = {"optimizer_states": str(tmp_path / "states")} if way == "on disk" else {}
     options = whole | {
         "name": "killed",
-        "strategy": strategy | {"snapshot_every_n_steps": 3},
+        "strategy": strategy | {"snapshot_every_n_steps": 6} | states,
         "snapshots": str(tmp_path / "memory"),
-        "kill": {"rank": 1, "step": 9},
+        "kill": {"rank": 1, "step": last, "backward": way == "half done"},
     }
     script = [str(Path(__file__).with_name("restarted_node_script.py")), json.dumps(options)]
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=blue", "--rdzv-backend=c10d"]
@@ -281,12 +289,18 @@ def test_a_node_outlives_workers_that_are_started_again(tmp_path: Path, monkeypa
         tmp_path,
         [*forked_python(), "-m", "torch.distributed.run", *torchrun, *script],
         script,
+        nodes=nodes,
         RANK="0",
         WORLD_SIZE="2",
         LOCAL_WORLD_SIZE="2",
     )
-    assert code == 0 and "goes on from the snapshot of step" in said, said
-    assert said.count("optimizer node 0 writes its own part of checkpoints") == 2, "of snapshots, in each attempt"
+    kept = rf"{last}, \d before the last one, with what the optimizer nodes have kept"
+    step = r"7, \d before" if way == "half done" else kept
+    assert code == 0 and re.search(f"goes on from the snapshot of step {step}", said), said + served
     assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
-    assert node_code == 0 and served.count("AdamW, for 2 workers") == 2, served
-    assert "waiting for it to be started again" in served
+    assert node_code == 0 and served.count(f"AdamW, for {1 if nodes == 2 else 2} worker") == 2 * nodes, served
+    assert served.count("waiting for it to be started again") == nodes
+    assert len(re.findall(rf"keeps its \d units as they are after {last} steps", served)) == (
+        0 if way == "half done" else nodes
+    ), served
+    assert not list(tmp_path.glob("states/*")), "nothing is left on disk"

@@ -235,7 +235,7 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
             manager.write_s = 3.0
         if tenth == 2400:
             manager.is_writing = True
-        if taken.is_due:
+        if taken.due is not None:
             due.append(tenth / 10)
             if len(due) < 3:
                 taken.take()

@@ -51,6 +51,11 @@ class Memory:
         self._is_closed = False
 
     @property
+    def is_closed(self) -> bool:
+        """Nobody wants any more."""
+        return self._is_closed
+
+    @property
     def free(self) -> int:
         """Bytes that nobody has."""
         return self.limit - self.used

@@ -9,21 +9,23 @@ be started again it waits for the next rank 0.
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_holmes.cluster.hardware import probe_host
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
+from lightning_holmes.optim.node.kept import Kept
 from lightning_holmes.optim.node.node_options import NodeOptions
 from lightning_holmes.optim.node.service import Service
 from lightning_holmes.version import __version__
@@ -94,6 +96,9 @@ class NodeServer:
     Args:
         may_import: an optimizer's class may lie in a module that is not imported yet.
         expected: what is known of the module here; see Service.
+
+    Attributes:
+        kept: by the place of workers, what the node still holds after these are gone.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class NodeServer:
         expected: Mapping[str, Any] | None = None,
     ) -> None:
         self._number, self._may_import, self._options, self._expected = number, may_import, options, expected
+        self.kept: dict[str, Kept] = {}
         self._services: dict[str, Service] = {}
         self._lock = threading.Condition()
         self._secret = secret
@@ -137,8 +143,11 @@ class NodeServer:
             return
         service.serve(channel, hello["kind"], worker)
         with self._lock:
-            if service.is_over and self._services.pop(session, None) is not None:
-                service.close()
+            if service.is_over and session in self._services:
+                kept = service.leave()
+                if kept is not None:
+                    self.kept[service.told["place"]] = kept
+                del self._services[session]
                 self._lock.notify_all()
                 with contextlib.suppress(OSError):  # a full disk of its log
                     print(service.summary(), flush=True)
@@ -156,17 +165,39 @@ class NodeServer:
             if service is None:
                 name = f"optimizer node {self._number}, {told['place']}"
                 self._services[session] = service = Service(
-                    told, name=name, may_import=self._may_import, options=self._options, expected=self._expected
+                    told,
+                    name=name,
+                    may_import=self._may_import,
+                    options=self._options,
+                    expected=self._expected,
+                    kept=self._kept_for(told),
                 )
+                self.kept.pop(told["place"], None)
                 print(service.describe(), flush=True)
         if service.told != told:
             different = next((key for key in told if service.told.get(key) != told[key]), "?")
             raise ConfigurationError(f"workers of {service.name} do not agree on {different}; start them alike")
         return service
 
+    def _kept_for(self, told: Mapping[str, Any]) -> Kept | None:
+        """What these workers go on from. Where they begin with other values nothing is kept any more."""
+        if not told["adopt"]:
+            self.let_go()
+            return None
+        kept = self.kept.get(told["place"])
+        if kept is None:
+            raise CheckpointDamagedError(f"nothing is kept for {told['place']}, whose workers go on from it")
+        return kept
+
+    def let_go(self) -> None:
+        """Keep nothing."""
+        while self.kept:
+            self.kept.popitem()[1].close()
+        _collect()
+
 
 def join(
-    address: Address,
+    addresses: Sequence[Address],
     number: int,
     *,
     may_import: bool,
@@ -175,7 +206,7 @@ def join(
     again_s: float | None = None,
     expected: Mapping[str, Any] | None = None,
 ) -> int:
-    """Be an optimizer node of the job whose rank 0 listens at ``address``, and of the same job when it is started again; returns the run's
+    """Be an optimizer node of the job whose rank 0 listens at one of ``addresses``, and of the same job when it is started again; returns the run's
     exit code.
 
     Args:
@@ -190,17 +221,21 @@ def join(
         ConnectionLostError: rank 0 does not come.
     """
     secret = os.environ[SECRET]
-    control, welcome = _connect(address, secret, number, wait_s)
+    control, welcome = _connect(addresses, secret, number, wait_s)
+    kept: dict[str, Kept] = {}
     while True:
+        number = welcome["number"]  # which says what it holds
         server = NodeServer(
             control.local_host,
             secret,
-            number=welcome["number"],
+            number=number,
             may_import=may_import,
             options=options,
             expected=expected,
         )
+        server.kept = kept
         where = {
+            "kept": [held.commit for held in kept.values()],
             "address": server.address,
             "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
             "cluster": os.environ.get("HOLMES_CLUSTER"),
@@ -216,33 +251,43 @@ def join(
             pass
         server.drain()
         control.close()
-        del server
-        gc.collect()  # a service's threads and units know each other, and the next one asks what memory is left
-        give_back_freed_memory()
+        kept = server.kept
         code, patience = int(end["code"]), wait_s if end["again"] else again_s if end["code"] else 0.0
         if end["why"]:
             print(f"optimizer node {welcome['number']}: the job has ended: {end['why']}", flush=True)
         if again_s is None or not patience:
+            server.let_go()
             return code
+        del server
+        _collect()
         print(f"waiting for it to be started again, {patience:.0f} s at most", flush=True)
         try:
-            control, welcome = _connect(address, secret, number, patience)
+            control, welcome = _connect(addresses, secret, number, patience)
         except ConnectionLostError:
+            for held in kept.values():
+                held.close()
             print(f"it has not been started again within {patience:.0f} s", flush=True)
             return code
 
 
-def _connect(address: Address, secret: str, number: int, wait_s: float) -> tuple[Channel, dict[str, Any]]:
-    """A connection to rank 0, and what it says first."""
+def _connect(addresses: Sequence[Address], secret: str, number: int, wait_s: float) -> tuple[Channel, dict[str, Any]]:
+    """A connection to rank 0, at whichever address it listens, and what it says first."""
     end = time.monotonic() + wait_s
-    while True:
+    for address in itertools.cycle(addresses):
         try:
             control = Channel.connect(address, secret, {"kind": "node", "number": number}, peer="the job's rank 0")
             return control, control.receive()
         except ConnectionLostError:
             if time.monotonic() > end:
                 raise
-            time.sleep(1.0)
+            time.sleep(1.0 / len(addresses))
+    raise AssertionError("there is no address")
+
+
+def _collect() -> None:
+    """A service's threads and units know each other, and the next one asks what memory is left."""
+    gc.collect()
+    give_back_freed_memory()
 
 
 def _fast_ports() -> list[tuple[str, str]]:
@@ -256,7 +301,7 @@ def main(arguments: list[str]) -> int:
     where, number, *others = arguments
     host, _, port = where.rpartition(":")
     return join(
-        (host, int(port)),
+        [(host, int(port))],
         int(number),
         may_import=True,
         options=NodeOptions.given(None, None, *map(int, others)),

@@ -33,6 +33,7 @@ from torch import Tensor
 from lightning_holmes.errors import ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Channel
 from lightning_holmes.optim.node.description import UnitLayout, check_module, find_class
+from lightning_holmes.optim.node.kept import Kept
 from lightning_holmes.optim.node.node_options import NodeOptions
 from lightning_holmes.optim.node.part_file import PartFile, Wanted, can_write_beside
 from lightning_holmes.optim.node.storing import make_units
@@ -52,6 +53,11 @@ class Service:
         name: of this node and these workers, for messages.
         may_import: the optimizer's class may lie in a module that is not imported yet.
         expected: what ``describe_module`` says of the module here; None where there is none.
+        kept: what a service before has left, if the workers go on from it.
+
+    Raises:
+        ConfigurationError: it cannot serve these workers.
+        CheckpointDamagedError: ``kept`` is not what they go on from.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Service:
         may_import: bool,
         options: NodeOptions,
         expected: Mapping[str, Any] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.told, self.name = told, name
         self.num_workers: int = told["num_workers"]
@@ -72,13 +79,19 @@ class Service:
         self._elements = sum(layout.numel for layout in layouts.values())
         self._changed = threading.Condition()
         self._failure: tuple[str, str] | None = None
+        self._may_be_kept = False
+        """What has failed are workers, whose run can be started again, and nothing here."""
         self._resting: set[int] = set()
         self._num_lanes = 0
         self._last_window = 0  # whose commit is done
         self._done = [0] * self.num_workers  # the last window whose gradients have all come
         self._moved = [0, 0]
         self._ends: list[float] = []  # of steps
-        self._units, self._store = make_units(kind, told, layouts, name=name, options=options)
+        if kept is None:
+            self._units, self._store = make_units(kind, told, layouts, name=name, options=options)
+        else:
+            kept.check(told)
+            self._units, self._store = kept.hand_over(self.num_workers)
         self._updates = Updates(
             list(self._units.values()),
             num_workers=self.num_workers,
@@ -121,6 +134,22 @@ class Service:
             f"{self._moved[0] / 1e6:.1f} MB in, {self._moved[1] / 1e6:.1f} MB out"
         )
 
+    def leave(self) -> Kept | None:
+        """All workers are gone. What their run can go on from when it is started again, after the steps that were committed have been made;
+        None where it has ended well, or layers are of two steps: then nothing is held any more."""
+        if self._may_be_kept:
+            self._updates.finish()
+            versions = {unit.version for unit in self._units.values()}
+            if self._may_be_kept and len(versions) == 1:
+                version = versions.pop()
+                print(
+                    f"{self.name}: keeps its {len(self._units)} units as they are after {version - 1} steps, for when the run is started again",
+                    flush=True,
+                )
+                return Kept(told=self.told, version=version, units=self._units, store=self._store)
+        self.close()
+        return None
+
     def close(self) -> None:
         """All workers are gone."""
         self._updates.close()
@@ -139,7 +168,7 @@ class Service:
             if (
                 kind != "save" and worker not in self._resting
             ):  # a save may be given up, say where the worker's own part fails
-                self.fail("lost", f"worker {worker} is gone ({error})")
+                self.fail("lost", f"worker {worker} is gone ({error})", keeps=bool(self.told["run"]))
         except Exception as error:
             self._fail_with(error)
         finally:
@@ -192,8 +221,8 @@ class Service:
         allocate = functools.partial(self._allocate, worker)
         while True:
             message = channel.receive(allocate=allocate)
-            if self._failure is not None:
-                continue  # the worker learns it by what it asks next
+            if self._failure is not None and not self._may_be_kept:
+                continue  # the worker learns it by what it asks next; where only a worker is gone, steps that others have committed count
             kind = message["tell"]
             if kind == "gradient":
                 self._arrive(worker, self._units[message["unit"]], message)
@@ -223,15 +252,23 @@ class Service:
 
     # failures
 
-    def fail(self, kind: str, text: str) -> None:
-        """End the service; the first reason stands."""
+    def fail(self, kind: str, text: str, *, keeps: bool = False) -> None:
+        """End the service; the first reason stands.
+
+        Args:
+            keeps: what it holds is whole, and may be kept.
+        """
         with self._changed:
             is_first = self._failure is None
+            self._may_be_kept = keeps and (is_first or self._may_be_kept)
             if self._failure is None:
                 self._failure = kind, f"{self.name}: {text}"
             self._changed.notify_all()
         if self._store is not None:
-            self._store.stop()
+            if self._may_be_kept:
+                self._store.stop_gradients()
+            else:
+                self._store.stop()
         if is_first:
             with contextlib.suppress(
                 OSError

@@ -102,6 +102,12 @@ class StateStore:
 
     # gradients
 
+    def begin_again(self, num_workers: int) -> None:
+        """The workers are others, so many; no memory holds gradients."""
+        self.gradients = Memory(self.gradients.limit)
+        self._resting.clear()
+        self._progress = [0] * num_workers
+
     def take_gradient(self, worker: int, num_bytes: int) -> Tensor:
         """Memory for what ``worker`` sends next. Two gradients' room is left for who is the furthest behind: it is its turn, so
         that its gradient goes into a sum at once, and everybody comes on."""
@@ -116,7 +122,7 @@ class StateStore:
         """It has been summed, or waits for those before it. Where memory is short, sums are written, the oldest first."""
         self._progress[worker] += 1
         self.gradients.wake()
-        if not self.spills:
+        if not self.spills or self.gradients.is_closed:
             return
         with self._lock:
             self._resting.pop(unit, None)
@@ -167,6 +173,10 @@ class StateStore:
         self.cache.drop()
         for memory in (self.states, self.gradients):
             memory.trim()
+
+    def stop_gradients(self) -> None:
+        """Whoever waits for memory for gradients is told that no more come."""
+        self.gradients.close()
 
     def stop(self) -> None:
         """Whoever waits for memory is told that the service has ended."""

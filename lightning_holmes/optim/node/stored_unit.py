@@ -65,6 +65,11 @@ class StoredUnit(Unit):
         blank = torch.zeros((), dtype=self.layout.dtype)
         return {name: blank.expand(shape) for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)}
 
+    def begin_again(self, num_workers: int) -> None:
+        with self._lock:
+            self._leave_ahead()
+            super().begin_again(num_workers)
+
     # values
 
     def _read_values(self, buffer: Tensor) -> Transfer:  # what is being written is borrowed, and not read
@@ -208,6 +213,14 @@ class StoredUnit(Unit):
             self._ahead = _Prepared(slot, held, reads, has_gradient)
         return True
 
+    def _leave_ahead(self) -> None:
+        """What was read ahead is not stepped."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._store.states.give(self._ahead.slot)
+            self._store.cache.give_back(self._index)
+            self._ahead = None
+
     def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
         """After :meth:`prepare`."""
         with self._lock:
@@ -311,11 +324,7 @@ class StoredUnit(Unit):
         if self.optimizer is None:
             return
         with self._lock:
-            if self._ahead is not None:
-                self._ahead.wait()
-                self._store.states.give(self._ahead.slot)
-                self._store.cache.give_back(self._index)
-                self._ahead = None
+            self._leave_ahead()
             held = self._store.cache.borrow(self._index, self._needs["values"], self._read_values)
             held.wait()
             self._show(self.layout.views(self._flat(held.buffer)))

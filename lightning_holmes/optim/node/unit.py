@@ -59,6 +59,15 @@ class Unit:
         self._norms: dict[tuple[int, str], float] = {}  # after so many edits
         self._before_change: list[Callable[[Unit], None]] = []
 
+    def begin_again(self, num_workers: int) -> None:
+        """The workers are others, so many, who count windows anew. Values and states stay; what came of a step that was not committed goes."""
+        with self._lock:
+            self.forget()
+            self._inbox = [deque() for _ in range(num_workers)]
+            self._turn = self._window = self._num_last = self.updated_window = 0
+            self._reached.clear()
+            self._before_change.clear()
+
     # what is written of it
 
     def expect(self, read: "Callable[[Unit], None]") -> None:

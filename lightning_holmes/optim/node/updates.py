@@ -52,8 +52,12 @@ class Updates:
         self._ahead: deque[Unit] = deque()
         self._ordered: dict[Unit, int] = {}  # the last window for which a unit's update was ordered
         self._is_over = False
-        for name, run in (("prepare", self._prepare_all), ("update", self._work_all)):
-            threading.Thread(target=run, name=f"holmes-node-{name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=run, name=f"holmes-node-{name}", daemon=True)
+            for name, run in (("prepare", self._prepare_all), ("update", self._work_all))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # what workers say
 
@@ -89,6 +93,12 @@ class Updates:
         """Memory has become free: more can be read ahead."""
         if self._ahead:
             self._orders.put(lambda: None)
+
+    def finish(self) -> None:
+        """Make what has been ordered, and nothing after it."""
+        for orders, thread in zip((self._orders, self._work), self._threads, strict=True):
+            orders.put(None)
+            thread.join()
 
     def close(self) -> None:
         """Nothing is updated any more."""

@@ -30,9 +30,9 @@ from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.snapshots import Snapshots
+from lightning_holmes.strategy.snapshots import Due, Snapshots
 
-_SNAPSHOT = 8  # beside what signals ask for
+_SNAPSHOTS = {8: Due.WHOLE, 16: Due.BESIDE_NODES}  # beside what signals ask for
 
 
 class Place(IntEnum):
@@ -102,12 +102,13 @@ class Lockstep(Replacements):
         self._begun = self._announced
 
     def _before_batch(self) -> None:
-        is_due = self._snapshots is not None and self._snapshots.is_due
-        wanted = self._meet(Place.BATCH, self._signals.wanted() or (_SNAPSHOT if is_due else 0))
-        if wanted != _SNAPSHOT:
+        due = None if self._snapshots is None else self._snapshots.due
+        asked = next((number for number, kind in _SNAPSHOTS.items() if kind is due), 0)
+        wanted = self._meet(Place.BATCH, self._signals.wanted() or asked)
+        if wanted not in _SNAPSHOTS:
             self._signals.obey(wanted)
         elif self._snapshots is not None:
-            self._snapshots.take()
+            self._snapshots.take(_SNAPSHOTS[wanted])
 
     def _meeting(self, place: Place, function: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(function)

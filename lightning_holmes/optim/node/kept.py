@@ -1,0 +1,66 @@
+"""Kept: what a service leaves when its workers are gone and their run may be started again: its units, as of the last commit.
+
+kept = service.leave()                       # None: the units are of no one commit
+kept.check(told)                             # of the workers that go on
+units, store = kept.hand_over(num_workers)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_holmes.errors import CheckpointDamagedError
+from lightning_holmes.optim.node.store import StateStore
+from lightning_holmes.optim.node.unit import Unit
+
+_ALIKE = ("module", "place", "units", "states", "num_places")
+_ALIKE_OF_OPTIMIZER = ("module", "name", "source", "names", "marks")  # its options are the workers'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Of one service.
+
+    Attributes:
+        told: what its workers said; see Service.
+        version: of the units' values and states; a run's first ones have version 1, and each commit adds one.
+    """
+
+    told: Mapping[str, Any]
+    version: int
+    units: Mapping[int, Unit]
+    store: StateStore | None
+
+    @property
+    def commit(self) -> tuple[str, int]:
+        """The run, and the version."""
+        return self.told["run"], self.version
+
+    def check(self, told: Mapping[str, Any]) -> None:
+        """Refuse workers that go on from something else.
+
+        Raises:
+            CheckpointDamagedError: says in what it differs.
+        """
+        different = [key for key in _ALIKE if told[key] != self.told[key]]
+        optimizers = told["optimizer"], self.told["optimizer"]
+        different += [f"optimizer {key}" for key in _ALIKE_OF_OPTIMIZER if optimizers[0][key] != optimizers[1][key]]
+        if self.commit != (told["run"], told["adopt"]):
+            different.append("commit")
+        if different:
+            raise CheckpointDamagedError(
+                f"what it has kept for the run that is started again has other {', '.join(different)} than the workers of now ask for"
+            )
+
+    def hand_over(self, num_workers: int) -> tuple[Mapping[int, Unit], StateStore | None]:
+        """The units, for so many workers, of whom nothing has come yet."""
+        if self.store is not None:
+            self.store.begin_again(num_workers)
+        for unit in self.units.values():
+            unit.begin_again(num_workers)
+        return self.units, self.store
+
+    def close(self) -> None:
+        """Nobody goes on from it."""
+        if self.store is not None:
+            self.store.close()
