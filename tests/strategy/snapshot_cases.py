@@ -73,9 +73,10 @@ class Net(LightningModule):
             self.kill["rank"],
             self.kill["step"],
         ):
-            if not self.kill.get("backward"):
+            if self.kill.get("backward"):
+                batch[0].requires_grad_().register_hook(lambda gradient: self.end_half_done())
+            else:
                 self.end_process()
-            batch[0].requires_grad_().register_hook(lambda gradient: self.end_half_done())
         return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
 
     def end_half_done(self) -> None:
