@@ -1,5 +1,6 @@
 """What an optimizer node keeps when its workers are lost, by hand: one worker, a node in this process."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.errors import CheckpointDamagedError, HolmesError
+from lightning_holmes.optim.node import service
 from lightning_holmes.optim.node.description import UnitLayout, describe_optimizer
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -185,3 +187,20 @@ def test_what_has_failed_on_the_node_is_not_kept(node: Node) -> None:
         values(link, 9)
     node.lose(link)
     assert not node.server.kept
+
+
+def test_it_tells_how_it_gets_on(
+    node: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_TOLD_EVERY_S", 0.0)
+    link = node.connect()
+    give(link)
+    for window in (1, 2):
+        step(link, node, window, version=window)
+    link.ask({"ask": "settle", "window": 2})
+    link.ask({"ask": "rest"})
+    node.lose(link)
+    said = capsys.readouterr().out
+    disk = "" if node.told["states"] == "memory" else r", disk \S+ MB/s each way"
+    lines = rf"step 2, \S+ s each; updates at \S+ M parameters/s, \d+% of the time, 0 waiting; network \S+ MB/s in, \S+ out{disk}; \d+ MB of memory"
+    assert re.search(lines, said) and "2 updates at" in said, said

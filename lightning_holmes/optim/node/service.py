@@ -25,8 +25,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -41,9 +42,20 @@ from lightning_holmes.optim.node.unit import Unit
 from lightning_holmes.optim.node.updates import Updates
 
 _TOLD_AFTER = 4  # steps, of which the first one is slow
+_TOLD_EVERY_S = 60.0
 
 Answer = Callable[[int, dict[str, Any], ExitStack], dict[str, Any]]
 """By worker and question; what it enters on the stack ends when the answer has been sent."""
+
+
+class Progress(NamedTuple):
+    """At a moment: since the beginning steps, the seconds of their updates, and bytes of tensors."""
+
+    at: float
+    num_steps: int
+    update_s: float
+    num_received: int
+    num_sent: int
 
 
 class Service:
@@ -82,10 +94,11 @@ class Service:
         self._may_be_kept = False
         """What has failed are workers, whose run can be started again, and nothing here."""
         self._resting: set[int] = set()
-        self._num_lanes = 0
         self._last_window = 0  # whose commit is done
         self._done = [0] * self.num_workers  # the last window whose gradients have all come
-        self._moved = [0, 0]
+        self._channels: set[Channel] = set()
+        self._moved = [0, 0]  # by channels that are closed
+        self._told = Progress(time.perf_counter(), 0, 0.0, 0, 0)
         self._ends: list[float] = []  # of steps
         if kept is None:
             self._units, self._store = make_units(kind, told, layouts, name=name, options=options)
@@ -127,11 +140,35 @@ class Service:
 
     def summary(self) -> str:
         """What was done, in a line."""
-        steps, seconds = self._updates.num_steps, self._updates.seconds
-        rate = steps / seconds if seconds else 0.0
+        now = self._progress
+        rate = now.num_steps / now.update_s if now.update_s else 0.0
         return (
-            f"{self.name}: {steps} updates at {rate * self._elements / 1e6:.1f} M parameters/s, "
-            f"{self._moved[0] / 1e6:.1f} MB in, {self._moved[1] / 1e6:.1f} MB out"
+            f"{self.name}: {now.num_steps} updates at {rate * self._elements / 1e6:.1f} M parameters/s, "
+            f"{now.num_received / 1e6:.1f} MB in, {now.num_sent / 1e6:.1f} MB out"
+        )
+
+    @property
+    def _progress(self) -> "Progress":
+        with self._changed:
+            num_received = self._moved[0] + sum(channel.num_received for channel in self._channels)
+            num_sent = self._moved[1] + sum(channel.num_sent for channel in self._channels)
+        return Progress(time.perf_counter(), self._updates.num_steps, self._updates.seconds, num_received, num_sent)
+
+    def _tell_progress(self) -> None:
+        """What was done since this was told last, in a line."""
+        now, before = self._progress, self._told
+        passed, steps, update_s = now.at - before.at, now.num_steps - before.num_steps, now.update_s - before.update_s
+        if passed < _TOLD_EVERY_S or not steps or not update_s:
+            return
+        self._told = now
+        disk = (
+            "" if self._store is None else f", disk {self._store.moved_bytes * steps / passed / 1e6:.3g} MB/s each way"
+        )
+        print(
+            f"{self.name}: step {now.num_steps}, {passed / steps:.3g} s each; updates at {steps * self._elements / update_s / 1e6:.3g} M parameters/s, "
+            f"{update_s / passed:.0%} of the time, {self._updates.num_waiting} waiting; network {(now.num_received - before.num_received) / passed / 1e6:.3g} "
+            f"MB/s in, {(now.num_sent - before.num_sent) / passed / 1e6:.3g} out{disk}; {psutil.Process().memory_info().rss / 1e6:.0f} MB of memory",
+            flush=True,
         )
 
     def leave(self) -> Kept | None:
@@ -161,7 +198,7 @@ class Service:
     def serve(self, channel: Channel, kind: str, worker: int) -> None:
         """Until the worker at the other end is gone."""
         with self._changed:
-            self._num_lanes += 1
+            self._channels.add(channel)
         try:
             {"pull": self._pull, "push": self._push, "save": self._save}[kind](channel, worker)
         except ConnectionLostError as error:
@@ -174,14 +211,14 @@ class Service:
         finally:
             channel.close()
             with self._changed:
+                self._channels.remove(channel)
                 self._moved[0] += channel.num_received
                 self._moved[1] += channel.num_sent
-                self._num_lanes -= 1
 
     @property
     def is_over(self) -> bool:
         """No worker is connected any more."""
-        return self._num_lanes == 0
+        return not self._channels
 
     def _pull(self, channel: Channel, worker: int) -> None:
         while True:
@@ -289,6 +326,7 @@ class Service:
     def _committed(self, window: int) -> None:
         if self._store is not None:
             self._store.commit(window)
+        self._tell_progress()
         self._last_window = window
         self._tell_waiting()
         if self._store is None:

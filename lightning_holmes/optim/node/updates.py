@@ -94,6 +94,11 @@ class Updates:
         if self._ahead:
             self._orders.put(lambda: None)
 
+    @property
+    def num_waiting(self) -> int:
+        """Of what has been ordered."""
+        return self._orders.qsize() + self._work.qsize()
+
     def finish(self) -> None:
         """Make what has been ordered, and nothing after it."""
         for orders, thread in zip((self._orders, self._work), self._threads, strict=True):
@@ -186,5 +191,5 @@ class Updates:
     def _end_step(self, window: int) -> None:
         for unit in self._units:
             unit.wait_for_writes()
-        self._committed(window)
         self.num_steps += 1
+        self._committed(window)
