@@ -318,10 +318,9 @@ class RemoteParameters(StageShards):
                     self._start([part], [buffer]).wait()
                 for name, view in part.views(buffer).items():
                     dtensor.replace_local(self.parameters[name], view.clone())
-            for link in (
-                () if self._has_failed and self.run else self.links
-            ):  # nodes keep what a run that has failed may go on from
-                link.ask({"ask": "rest"})
+            if not (self._has_failed and self.run):  # else nodes keep what the run may go on from
+                for link in self.links:
+                    link.ask({"ask": "rest"})
             for aggregator in dict.fromkeys(self.aggregators.values()):  # in the same order on all
                 aggregator.close()
         except HolmesError:

@@ -165,6 +165,12 @@ def test_workers_that_go_on_from_something_else_are_refused(node: Node, differen
         node.connect(adopt=1, place="pipeline rank 1")
 
 
+def test_what_was_never_given_values_is_not_kept(node: Node) -> None:
+    link = node.connect()
+    node.lose(link)
+    assert not node.server.kept
+
+
 def test_workers_that_begin_with_other_values_have_nothing_kept(node: Node) -> None:
     link = node.connect()
     give(link)

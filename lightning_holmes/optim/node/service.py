@@ -177,12 +177,10 @@ class Service:
         if self._may_be_kept:
             self._updates.finish()
             versions = {unit.version for unit in self._units.values()}
-            if self._may_be_kept and len(versions) == 1:
-                version = versions.pop()
-                print(
-                    f"{self.name}: keeps its {len(self._units)} units as they are after {version - 1} steps, for when the run is started again",
-                    flush=True,
-                )
+            version = versions.pop() if len(versions) == 1 else 0
+            if self._may_be_kept and version:  # 0: not all have been given values
+                kept = f"{self.name}: keeps its {len(self._units)} units as they are after {version - 1} steps"
+                print(f"{kept}, for when the run is started again", flush=True)
                 return Kept(told=self.told, version=version, units=self._units, store=self._store)
         self.close()
         return None
