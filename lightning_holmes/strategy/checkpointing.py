@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
-from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote import RemoteOptimizer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.stage_shards import StageShards
-from lightning_holmes.strategy.building import WAITS
+from lightning_holmes.strategy.building import WAITS, ModuleBuilder
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
@@ -56,6 +56,7 @@ class RunCheckpoints:
         resumption: where what is loaded waits until a layout is known.
         io: Lightning's; one of the user's own gets files as it expects.
         leaves_to_nodes: what is saved goes without what optimizer nodes hold.
+        builder: of the module, if it has been configured.
     """
 
     manager: checkpoints.CheckpointManager
@@ -66,6 +67,7 @@ class RunCheckpoints:
     module: pl.LightningModule
     io: CheckpointIO
     leaves_to_nodes: bool = False
+    builder: ModuleBuilder | None = None
 
     @property
     def version_on_nodes(self) -> int | None:
@@ -336,6 +338,23 @@ class RunCheckpoints:
             self.resumption.num_microbatches = resume.num_microbatches(loaded, member.num_replicas)
             resume.give_loaders_their_states(loaded, member.replica, member.num_replicas)
         return loaded
+
+    def add_kept(self, loaded: dict[str, Any]) -> None:
+        """To a snapshot without parameters add those that optimizer nodes have kept; each rank asks for all. Not where the module is built part by part
+        when the first batch comes: then the nodes are the only ones that have them.
+
+        Raises:
+            CheckpointDamagedError: one is missing.
+        """
+        if self.builder is not None and self.builder.waits:
+            return
+        values = self.job.optimizer_nodes(self.job.connection.options.optimizer_nodes).kept_values()
+        missing = [name for name, _ in self.module.named_parameters() if name not in values]
+        if missing:
+            raise CheckpointDamagedError(
+                f"the optimizer nodes have kept no {missing[0]} of {type(self.module).__name__}"
+            )
+        loaded["state_dict"].update(values)
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""

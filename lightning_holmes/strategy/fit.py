@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.errors import CheckpointDamagedError, UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
@@ -254,6 +254,10 @@ class Fit(Run):
         nodes, snapshots = job.optimizer_nodes(count), self.context.snapshots
         looked_at = any(job.connection.all_gather(looks_at_checkpoints(self.module)))
         keep = snapshots is not None and nodes.outlive and not looked_at
+        if snapshots is not None and snapshots.adopted and not keep:
+            raise CheckpointDamagedError(
+                "a callback, or the module, has on_save_checkpoint now, and the run goes on from a snapshot without parameters"
+            )
         return make_remote_gradients(
             self.pipeline,
             job.groups,

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
+
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.channel import Address, Channel
@@ -119,6 +121,30 @@ class OptimizerNodes:
         self._meet()
         return all(kept and all(tuple(commit) == (run, version) for commit in kept) for kept in self._kept)
 
+    def kept_values(self) -> dict[str, Tensor]:
+        """All parameters that the nodes have kept, by name, on the host. Any rank may call after :meth:`have_kept`.
+
+        Raises:
+            ConnectionLostError: a node is gone.
+        """
+        found: dict[str, Tensor] = {}
+        for number in range(len(self._addresses)):
+            channel = Channel.connect(
+                self._address(number), self._secret, {"kind": "kept"}, peer=f"optimizer node {number}"
+            )
+            try:
+                while "unit" in (said := channel.receive()):
+                    views = UnitLayout.from_plain(said["unit"]).views(said["values"])
+                    found |= {name: view.clone() for name, view in views.items()}
+            finally:
+                channel.close()
+        return found
+
+    def _address(self, number: int) -> Address:
+        """Of a node, for this rank's host."""
+        addresses = self._addresses[number]
+        return addresses.get(self._host, addresses[EVERYWHERE])
+
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
         """For each pipeline rank, in these clusters, the nodes of its stages. All ranks must call."""
         self._meet()
@@ -174,7 +200,7 @@ class OptimizerNodes:
             }
             links.append(
                 NodeLink(
-                    self._addresses[number].get(self._host, self._addresses[number][EVERYWHERE]),
+                    self._address(number),
                     self._secret,
                     session=f"{self._num_sessions}/{pipeline_rank}",
                     worker=worker,

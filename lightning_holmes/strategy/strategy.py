@@ -658,6 +658,7 @@ class HolmesStrategy(ParallelStrategy):
         snapshots = self._snapshots
         return RunCheckpoints(
             manager=self._manager if snapshots is None or not snapshots.is_taking else snapshots.manager,
+            builder=self._builder,
             leaves_to_nodes=snapshots is not None and snapshots.taking is Due.BESIDE_NODES,
             job=self._job,
             run=self._run,
@@ -714,6 +715,8 @@ class HolmesStrategy(ParallelStrategy):
             return loaded
         loaded = ours.load_folder(checkpoint_path, weights_only=weights_only)
         snapshots.resume(loaded)
+        if snapshots.adopted:
+            ours.add_kept(loaded)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -8,10 +8,22 @@ import os
 import sys
 from pathlib import Path
 
-from snapshot_cases import train
+from lightning.pytorch import Callback, LightningModule, Trainer
+from snapshot_cases import digest_of, train
 
 from lightning_holmes.checkpoint.snapshots import SnapshotManager
 from lightning_holmes.strategy import snapshots
+
+
+class AtStart(Callback):
+    """Writes down with which weights a fit begins, which hooks see."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.path.write_text(digest_of(module))
+
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
@@ -19,5 +31,6 @@ if __name__ == "__main__":
     SnapshotManager.is_writing = False
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
         options.pop("kill", None)
-    digest = train(options)
+    at_start = AtStart(Path(options["folder"], f"start.{options['name']}.{os.environ['RANK']}"))
+    digest = train(options, [at_start])
     Path(options["folder"], f"digest.{options['name']}.{os.environ['RANK']}").write_text(digest)

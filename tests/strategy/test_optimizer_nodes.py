@@ -304,3 +304,6 @@ def test_a_node_outlives_workers_that_are_started_again(
         0 if way == "half done" else nodes
     ), served
     assert not list(tmp_path.glob("states/*")), "nothing is left on disk"
+    if way == "commits":  # what a hook before the first batch has seen
+        expected = launch(2, "snapshot_cases:train", whole | {"name": "shorter", "steps": last})
+        assert [(tmp_path / f"start.killed.{rank}").read_text() for rank in range(2)] == expected

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.errors import CheckpointDamagedError
+from lightning_holmes.optim.node.channel import Channel
 from lightning_holmes.optim.node.store import StateStore
 from lightning_holmes.optim.node.unit import Unit
 
@@ -59,6 +60,12 @@ class Kept:
         for unit in self.units.values():
             unit.begin_again(num_workers)
         return self.units, self.store
+
+    def give(self, channel: Channel) -> None:
+        """Send all values, as workers have them, a message a unit."""
+        for unit in self.units.values():
+            with unit.values() as flat:
+                channel.send({"unit": unit.layout.to_plain(), "values": flat})
 
     def close(self) -> None:
         """Nobody goes on from it."""

@@ -126,6 +126,12 @@ class NodeServer:
 
     def _serve(self, channel: Channel, hello: dict[str, Any]) -> None:
         try:
+            if hello["kind"] == "kept":
+                for held in self.kept.values():
+                    held.give(channel)
+                channel.send({})
+                channel.close()
+                return
             session, worker = hello["session"], hello["worker"]
             if hello["kind"] == "pull":
                 try:

@@ -12,6 +12,8 @@ that one's), the end of a window of batches, and a commit for each optimizer ste
     rest                          the run has ended well: from here on a connection may close
     try {num_bytes}               so many bytes, by which a link is measured
 
+(Before there is a service a worker can ask the node for all that it has kept: a connection "kept", see kept.py.)
+
 For each part of a checkpoint that the node writes there is one more, "save": it brings what is wanted, {path, version, units}, and is
 answered twice: when from now on nothing that changes on the node changes what is written, and when that is written.
 
@@ -187,7 +189,10 @@ class Service:
 
     def close(self) -> None:
         """All workers are gone."""
-        self._updates.close()
+        self._updates.cancel()
+        if self._store is not None:
+            self._store.stop()
+        self._updates.finish()
         if self._store is not None:
             self._store.close()
 

@@ -105,8 +105,8 @@ class Updates:
             orders.put(None)
             thread.join()
 
-    def close(self) -> None:
-        """Nothing is updated any more."""
+    def cancel(self) -> None:
+        """Nothing is updated any more; :meth:`finish` waits for what is under way."""
         self._is_over = True
         self._orders.put(None)
         self._work.put(None)
