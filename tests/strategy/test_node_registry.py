@@ -27,7 +27,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
     def start(port: int, **options: Any) -> Callable[[], int]:
         codes: list[int] = []
         run = lambda: codes.append(  # noqa: E731
-            join(("127.0.0.1", port), -1, may_import=True, options=NodeOptions(), wait_s=20.0, **options)
+            join([("127.0.0.1", port)], -1, may_import=True, options=NodeOptions(), wait_s=20.0, **options)
         )
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -154,6 +154,8 @@ def test_a_node_for_another_module_is_refused_with_the_difference(
         "optimizer": describe_optimizer(twin, [["up.weight"]], {}) | {"state_bytes": 0.0} | optimizer,
         "states": "memory",
         "num_places": 1,
+        "run": "",
+        "adopt": 0,
     }
 
     def connect() -> NodeLink:
