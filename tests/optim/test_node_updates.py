@@ -15,4 +15,4 @@ def test_a_worker_may_be_a_step_ahead_of_another() -> None:
             updates.commit(worker, {"window": window, "options": [], "edits": []})
         assert [told.get(timeout=30) for _ in range(2)] == [1, 2]
     finally:
-        updates.close()
+        updates.cancel()
