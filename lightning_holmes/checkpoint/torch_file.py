@@ -100,6 +100,7 @@ def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | 
             file.seek(record.offset)
             file.write(memoryview(data))
             written[record.name] = zlib.crc32(data)
+            del source, data  # else two are in memory while the next one is read
         _write_checksums(file, path, {r.name: r for r in records.values()}, written)
 
 

@@ -27,14 +27,14 @@ LLAMA = {
     "num_key_value_heads": 1,
     "num_hidden_layers": 4,
 }
-TENSORS = 16
-MODEL_MB = 400.0
+TENSORS = 32
+MODEL_MB = 200.0
 
 
 def save(path: Path, megabytes: float) -> None:
     """A checkpoint folder of that size, with half of it in an optimizer's states; as if of HFCausalLM."""
     numel = int(megabytes * 1e6) // 4 // TENSORS
-    names = [f"model.w{i}" for i in range(TENSORS // 2)]
+    names = [f"model.w{i:02}" for i in range(TENSORS // 2)]
     values: dict[Any, Any] = {("state_dict", name): torch.full((numel,), float(i)) for i, name in enumerate(names)}
     values |= {("optimizer_0", "state", name, "exp_avg"): torch.full((numel,), -1.0) for name in names}
     rest = io.BytesIO()
@@ -64,7 +64,7 @@ def convert_all(folder: str) -> dict[str, float]:
             ["folder.ckpt", "file.ckpt"],
             ["file.ckpt", "again.ckpt"],
             ["folder.ckpt", "hf", "--format=safetensors"],
-            ["file.ckpt", "hf_of_file", "--format=safetensors", "--max-shard-bytes=60000000"],
+            ["file.ckpt", "hf_of_file", "--format=safetensors", "--max-shard-bytes=15000000"],
         ):
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
@@ -82,14 +82,14 @@ def test_memory_of_converting_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     root = tmp_path / "large"
     again = read_state_dict(root / "again.ckpt")
     file = torch.load(root / "file.ckpt", weights_only=True, mmap=True)
-    assert list(again) == list(file["state_dict"]) == [f"model.w{i}" for i in range(TENSORS // 2)]
+    assert list(again) == list(file["state_dict"]) == [f"model.w{i:02}" for i in range(TENSORS // 2)]
     assert file["global_step"] == 5 and len(file["optimizer_states"][0]["state"]) == TENSORS // 2
     from safetensors import safe_open
 
     assert len(list((root / "hf_of_file").glob("*.safetensors"))) == TENSORS // 4
     with safe_open(root / "hf" / "model.safetensors", "pt") as one:
         for number, name in enumerate(one.keys()):
-            assert name == f"w{number}" and one.get_tensor(name)[[0, -1]].tolist() == [number, number]
+            assert name == f"w{number:02}" and one.get_tensor(name)[[0, -1]].tolist() == [number, number]
             assert bool((again[f"model.{name}"][:9] == number).all())
 
 
