@@ -60,8 +60,11 @@ oldest: $(OLDEST)/.installed ## run what touches other packages on the oldest ve
 bench: install ## measure speeds and compare them with what is promised; alone on the machine, and no part of CI
 	$(BIN)/python -m pytest -n 0 -s -m benchmark
 
-exhaustive: install ## run every case of the large products (hours), and log each in runs/exhaustive.log
-	HOLMES_EXHAUSTIVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract tests/checkpoint/test_kills.py
+PART ?= 1/1
+
+exhaustive: install ## run every case of the large products (hours; PART=2/10: a tenth), and log each in runs/exhaustive.log
+	HOLMES_EXHAUSTIVE=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract \
+		tests/checkpoint/test_kills.py tests/strategy/test_optimizer_nodes.py tests/optim/test_node_store.py
 
 SOAK ?= --minutes 60 --steps 10000
 

@@ -1,7 +1,7 @@
 """Which cases of a large product run: enough for every pair of values, or all of them under `make exhaustive`.
 
     rows = [(family, layout) for family in "abc" for layout in (1, 2)]
-    selected(rows)                       # in `make test`: pairwise(rows); with HOLMES_EXHAUSTIVE=1: rows
+    selected(rows)                       # in `make test`: pairwise(rows); with HOLMES_EXHAUSTIVE=1/1: rows; 2/10: each tenth
 
 A fault that needs one value, or two that meet, is found by a pairwise selection; one that needs three may be missed, which
 is what `make exhaustive` is for.
@@ -17,7 +17,8 @@ import numpy as np
 Row = TypeVar("Row", bound=tuple[Hashable, ...])
 Level = tuple[int, Hashable]
 """An axis, by its place in the rows, and a value on it."""
-EXHAUSTIVE = os.environ.get("HOLMES_EXHAUSTIVE") == "1"
+EXHAUSTIVE = os.environ.get("HOLMES_EXHAUSTIVE", "")
+"""Which part of the products runs, of how many: "2/10"; "": the pairwise selection."""
 
 
 def pairs_of(row: tuple[Hashable, ...]) -> list[tuple[Level, Level]]:
@@ -54,5 +55,8 @@ def selected(
     cost: Callable[[Row], float] = lambda row: 1.0,
     needed: Callable[[Level, Level], bool] = lambda one, other: True,
 ) -> list[Row]:
-    """What is to run: the pairwise selection, or all ``rows`` under `make exhaustive`."""
-    return list(rows) if EXHAUSTIVE else pairwise(rows, cost=cost, needed=needed)
+    """What is to run: the pairwise selection, or under `make exhaustive` all ``rows``, or the part of them that is asked for."""
+    if not EXHAUSTIVE:
+        return pairwise(rows, cost=cost, needed=needed)
+    part, parts = map(int, EXHAUSTIVE.split("/"))
+    return list(rows[part - 1 :: parts])

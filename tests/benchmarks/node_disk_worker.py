@@ -1,15 +1,17 @@
 """An optimizer node with parameters and states of several times its memory on disk, and beside it who only reads and writes as much.
 
-    PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred
+    PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred|by_layers
 
 Prints as JSON the seconds of a step's update, those that reading and writing the same bytes each way takes alone, before and after, and
 the peak of the process's memory beside its limit. Gradients come from a thread of the process as fast as the node takes them.
+"by_layers" is "eager" without what a node does at the same time: each layer is read, stepped and written before the next one is begun.
 """
 
 import json
 import mmap
 import os
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,9 @@ from typing import Any
 import psutil
 import torch
 from node_driver import Driver, told_of
+
+from lightning_holmes.optim.node.unit import Unit
+from lightning_holmes.optim.node.updates import Updates
 
 REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 4
 
@@ -52,6 +57,24 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def by_layers(updates: Updates) -> None:
+    """Let ``updates`` begin with a unit when the one before it has been written."""
+    order, work_all = updates._order, updates._work.put
+
+    def wait(unit: Unit) -> None:
+        unit.wait_for_writes()
+        written.set()
+
+    def order_alone(unit: Unit, *how: Any) -> None:
+        written.clear()
+        order(unit, *how)
+        work_all(lambda: wait(unit))
+        written.wait()
+
+    written = threading.Event()
+    updates._order, updates._look_ahead = order_alone, lambda: None  # type: ignore[method-assign]
+
+
 def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict[str, Any]:
     """One run."""
     torch.set_num_threads(os.cpu_count() or 1)  # a node has its host for itself
@@ -63,10 +86,12 @@ def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict
     driver = Driver(told, memory=int(memory_mb) * 1_000_000 - resident)
     store = driver.service._store
     assert store is not None
+    if way == "by_layers":
+        by_layers(driver.service._updates)
     spilled = sum(4 * unit.numel for unit in driver.units.values()) if way == "deferred" else 0
     num_bytes = store.moved_bytes + spilled
     bare = [bare_seconds(folder, num_bytes)]
-    driver.run(num_windows=WINDOWS, gradient=gradient, is_eager=way == "eager", fetches=False)
+    driver.run(num_windows=WINDOWS, gradient=gradient, is_eager=way != "deferred", fetches=False)
     assert driver.service._wait(lambda: len(driver.service._ends) == WINDOWS)
     update = (driver.service._ends[-1] - driver.service._ends[0]) / (WINDOWS - 1)
     peak = peak_bytes()

@@ -194,12 +194,17 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
-    """In each process: fits, checkpoints on two workers, refusals on one. The nodes that it starts are forked, too."""
+def run_given(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
+    """In each process: fits. The nodes that it starts are forked, too."""
     name, python, cases = payload
     os.environ["PYTHON_EXEC"] = python
-    size = int(os.environ["WORLD_SIZE"])
-    found = run_cases(Path(name), cases)
+    return run_cases(Path(name), cases)
+
+
+def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
+    """In each process: fits, checkpoints on two workers, refusals on one."""
+    name, size = payload[0], int(os.environ["WORLD_SIZE"])
+    found = run_given(payload)
     if size == 2:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
     if size == 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import EXHAUSTIVE
 from launch import forked_executable, forked_python, free_port, launch, launch_raw
 from optimizer_node_cases import (
     CASES,
@@ -29,6 +30,7 @@ from lightning_holmes.checkpoint.folder import FolderReader, all_values
 from lightning_holmes.checkpoint.manifest import Manifest
 
 Records = dict[str, list[Any]]
+FITS_A_LAUNCH = 50
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +58,25 @@ def plain(folder: Path) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, plain: dict[Any, Any]) -> Records:
+def known() -> Records:
+    """The records of all fits of the product that have run in this worker."""
+    return {}
+
+
+def fits(function: str, size: int, cases: list[Case], folder: Path) -> Records:
     """What each rank gives, by name."""
+    payload = (str(folder), forked_executable(), cases)
+    ranks = launch(size, f"{work.__module__}:{function}", payload, timeout_s=240)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, plain: dict[Any, Any]) -> Records:
+    """Fits of each number of workers, and in the same launches what is tried beside."""
     records: Records = {}
     for size in (1, 2, 4):
-        cases = [case for case in CASES if case.world_size == size]
-        ranks = launch(size, f"{work.__module__}:work", (str(folder), forked_executable(), cases), timeout_s=240)
-        records |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        cases = [] if EXHAUSTIVE else [case for case in CASES if case.world_size == size]
+        records |= fits("work", size, cases, folder)
     return records
 
 
@@ -72,10 +86,29 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
-@pytest.mark.xdist_group("optimizer_nodes")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fit_gives_the_numbers_of_plain_lightning(case: Case, plain: dict[Any, Any], found: Records) -> None:
-    expected, ranks = plain[case.optimizer, case.option], found[str(case)]
+def group_of(place: int) -> str:
+    """The whole product takes hours: its launches are shared by all workers."""
+    return f"optimizer_nodes{place // FITS_A_LAUNCH}" if EXHAUSTIVE else "optimizer_nodes"
+
+
+BY_SIZE = sorted(CASES, key=lambda case: case.world_size)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(n, id=str(case), marks=pytest.mark.xdist_group(group_of(n))) for n, case in enumerate(BY_SIZE)],
+)
+def test_a_fit_gives_the_numbers_of_plain_lightning(
+    place: int, plain: dict[Any, Any], folder: Path, known: Records, request: pytest.FixtureRequest
+) -> None:
+    case = BY_SIZE[place]
+    if not EXHAUSTIVE:
+        known |= request.getfixturevalue("found")
+    if str(case) not in known:
+        first = place - place % FITS_A_LAUNCH
+        beside = [other for other in BY_SIZE[first : first + FITS_A_LAUNCH] if other.world_size == case.world_size]
+        known |= fits("run_given", case.world_size, beside, folder)
+    expected, ranks = plain[case.optimizer, case.option], known[str(case)]
     for rank in ranks:
         assert_same(rank["weights"], expected["weights"])
         assert rank["metrics"]["val_loss"] == pytest.approx(expected["metrics"]["val_loss"], rel=1e-5)

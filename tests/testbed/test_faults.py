@@ -67,15 +67,19 @@ def assert_last_checkpoint_is_whole(folder: Path, at_least: int) -> int:
 
 class Cut:
     """Cuts a host's Ethernet when a step is told to be done, or another line; for ``seconds``, or for good. An ``echo`` of
-    Testbed.run."""
+    Testbed.run. ``went_on_s``: from the link's return to the first step that was done after it."""
 
     def __init__(self, bed: Testbed, nic: str, at: int | str, seconds: float | None = None) -> None:
         line = at if isinstance(at, str) else f"step {at} done"
         self.bed, self.nic, self.line, self.seconds = bed, nic, line, seconds
         self.began: float | None = None
+        self.went_on_s: float | None = None
         self.threads: list[threading.Thread] = []
 
     def __call__(self, host: str, line: str) -> None:
+        if self.began and self.seconds and self.went_on_s is None and line.startswith("step "):
+            after = time.monotonic() - self.began - self.seconds
+            self.went_on_s = after if after > 0 else None
         if line == self.line and self.began is None:
             self.began = time.monotonic()
             self.threads.append(threading.Thread(target=self.bed.set_down, args=(self.nic,)))
@@ -101,7 +105,7 @@ def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(options.get("hosts", bed.hosts)), **given})]
     command = [*options.pop("before", [sys.executable]), *arguments]
     env = {"PYTHON_EXEC": forked_executable()} | options.pop("env", {})
-    return bed.run(command, env=env, grace_s=90, **{"timeout_s": 200, **options})
+    return bed.run(command, env=env, grace_s=90, timeout_s=options.pop("limit_s", 200), **options)
 
 
 def shown(results: dict[str, HostResult]) -> str:
@@ -118,6 +122,22 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
     for result in results.values():  # so that a longer cut costs little more than itself
         assert re.search(r"^([1-9]\d*|-1) connections send again soon", result.output, re.MULTILINE), shown(results)
+    for rank in range(2):
+        assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("seconds", [5.0, 60.0, 300.0])
+def test_training_goes_on_within_ten_seconds_of_the_return_of_a_link(seconds: float, tmp_path: Path) -> None:
+    """With Linux 6.15 and later; before, TCP's own pauses are waited for."""
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        cut = Cut(bed, "west.eth0", at=4, seconds=seconds)
+        results = run(bed, tmp_path, timeout_s=400, limit_s=500, echo=cut, before=forked_python())
+        cut.end()
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    print(f"\nEthernet cut for {seconds:.0f} s: the next step is done {cut.went_on_s:.1f} s after its return")
+    assert cut.went_on_s is not None and cut.went_on_s < 10
     for rank in range(2):
         assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
 
