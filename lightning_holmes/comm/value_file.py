@@ -88,7 +88,7 @@ class ValueFile:
             self.close()
 
     def add(self, value: Any) -> Placed:
-        """Write a value behind the others. Raises OSError where the system does."""
+        """Write a value after the others. Raises OSError where the system does."""
         offset, checked = self._file.tell(), _Checked(self._file)
         dtype: str | None = None
         shape: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """What a worker does where optimizer nodes step: gradients go there stage by stage, and a commit says with which options to step.
 
 The user's optimizer stays on the worker, with its real groups, whose options schedulers change; its groups hold no parameters, so that
-its own step does nothing, and the commit goes out behind it. Clipping asks the nodes for the norm, and travels with the commit.
+its own step does nothing, and the commit goes out after it. Clipping asks the nodes for the norm, and travels with the commit.
 
     reducer = RemoteReducer(parameters, groups, placement, device, ...)      # LayeredReducer's part
     states = RemoteOptimizer(optimizer, names, parameters, reducer)          # ShardedOptimizer's
@@ -107,7 +107,7 @@ class RemoteReducer(LayeredReducer):
         self._is_new = self.is_complete = True
 
     def tell_all(self, message: Mapping[str, Any]) -> None:
-        """Tell every node, behind the gradients that are on their way."""
+        """Tell every node, after the gradients that are on their way."""
 
         def tell() -> None:
             for link in self.shards.links:
@@ -129,7 +129,7 @@ class RemoteOptimizer:
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        num_replicas: among which collected states are divided.
+        num_replicas: among which collected states are sharded.
     """
 
     whole_gradients = False

@@ -144,7 +144,7 @@ def device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tupl
 
 
 def is_plain(topology: Topology, stage_size: int) -> bool:
-    """Whether stages of so many devices are dealt in the order of the topology: they divide each cluster, whose hosts are on the
+    """Whether stages of so many devices are assigned in the order of the topology: they divide each cluster, whose hosts are on the
     same fabrics. It tells without looking at the ranks, of which there may be thousands."""
     return all(
         cluster.num_devices % stage_size == 0 and len({_fabrics(cluster, host) for host in cluster.hosts}) == 1

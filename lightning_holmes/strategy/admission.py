@@ -106,7 +106,7 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
 
 
 def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:
-    """Refuse hooks behind the accumulation of a gradient, where a batch goes in parts.
+    """Refuse hooks after the accumulation of a gradient, where a batch goes in parts.
 
     Raises:
         UnsupportedModuleError: names the parameter and the cure.

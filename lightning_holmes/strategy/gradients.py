@@ -93,7 +93,7 @@ def make_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How a rank's parameters are shared out over the replicas: their shards, what reduces and gathers, and why that was chosen."""
+    """How a rank's parameters are sharded over the replicas: their shards, what reduces and gathers, and why that was chosen."""
 
     shards: StageShards
     collective: Collective | None

@@ -70,7 +70,7 @@ class Run:
         planned: the plan as it was chosen, and what it was chosen from; None before.
         plan: the plan that is followed; a fit may change its schedule.
         pipeline: this rank's part of the module.
-        sharing: how parameters are shared out over the replicas, while they live in shards.
+        sharing: how parameters are sharded over the replicas, while they live in shards.
         base_seed: of all random numbers in steps; the same on all ranks.
         is_open: it has begun, and not ended.
     """

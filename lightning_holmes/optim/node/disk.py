@@ -5,7 +5,7 @@
     transfer.wait()
 
 O_DIRECT where the file system has it, so that nothing stays in the page cache, which would count as the node's memory; elsewhere the
-cache is dropped behind each request. Requests are begun in the order in which they were asked for. Beside the file lies a mark, "of
+cache is dropped after each request. Requests are begun in the order in which they were asked for. Beside the file lies a mark, "of
 which commit it is, or that it is between two": FILE.mark.
 """
 

@@ -154,7 +154,7 @@ class StateStore:
         """Where and with how much memory, and how fast, in words."""
         purses = ((self.values, "parameters"), (self.states, "states"), (self.gradients, "gradients"))
         parts = ", ".join(f"{memory.limit / 1e6:.0f} for {what}" for memory, what in purses)
-        how = "past the page cache" if self.file.is_direct else "with the page cache dropped behind each request"
+        how = "past the page cache" if self.file.is_direct else "with the page cache dropped after each request"
         return (
             f"{self.file.num_bytes / 1e9:.3g} GB in {self.file.path.parent} {how}; of {self.limit_bytes / 1e6:.0f} MB of memory "
             f"{parts}; the disk gives {self.rate / 1e9:.2f} GB/s each way at once, so that an update takes at least "

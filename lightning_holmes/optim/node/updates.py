@@ -156,7 +156,7 @@ class Updates:
         with self._lock:
             begun = self._begun.pop(window, [])
             self._begun = {w: messages for w, messages in self._begun.items() if w > window}
-        if window in self._ordered.values():  # behind these updates, which may say better what is wrong
+        if window in self._ordered.values():  # after these updates, which may say better what is wrong
             self._work.put(lambda: self._check_options(begun[0]["options"], options))
         self._ahead.clear()
         for unit in self._units:

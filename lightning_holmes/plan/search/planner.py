@@ -143,7 +143,7 @@ class _Search:
         )
 
     def _look_at_bare_stages(self, best: Prediction) -> None:
-        """Count what no run can have, where it would be faster: the layers dealt so that a stage has none."""
+        """Count what no run can have, where it would be faster: the layers assigned so that a stage has none."""
         run = best.run
         if self.space.partition != "self_adapting" or run.num_chunks > 1 or run.layout.pipeline == 1:
             return
@@ -322,7 +322,7 @@ def _plainness(run: RunShape) -> tuple[Any, ...]:
 
 def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
     """A step by closed form: the slowest rank or card for all microbatches, filling and draining, and of the reductions what
-    the backward and the draining behind it do not hide."""
+    the backward and the draining after it do not hide."""
     costs = cost_model.step_costs(run, partition)
     ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
     both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
