@@ -446,13 +446,6 @@ class StageShards:
         for part in self.parts:
             self._keep(part)
 
-    def put_by_part(self, write: Callable[[Collection[str]], None]) -> None:
-        """The same with some of the parameters at a time, whose names ``write`` is given, so that never all are whole."""
-        for part in self.parts:
-            held = self.hold(part.names)
-            write(part.names)
-            self.let_go(held)
-
     def close(self) -> None:
         """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed: then one that is
         alone has them all, and of several none gets any. Where they stay in shards only what a step needs is let go of."""

@@ -23,19 +23,9 @@ def shared(bandwidth: float, sharers: float) -> float:
     return bandwidth / max(1.0, sharers)
 
 
-def point_to_point_s(num_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """One message."""
-    return latency + num_bytes / bandwidth
-
-
 def ring_reduce_scatter_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Each of size members ends with the sum of its part."""
+    """Each of size members ends with the sum of its part; an all-gather moves as much."""
     return 0.0 if size == 1 else (size - 1) * (latency + num_bytes / size / bandwidth)
-
-
-def ring_all_gather_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Each of size members ends with all parts; it moves what a reduce-scatter moves."""
-    return ring_reduce_scatter_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
 
 
 def ring_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:

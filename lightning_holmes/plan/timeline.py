@@ -27,7 +27,6 @@ SpanKind = Literal[
 BESIDE_KINDS = ("transfer", "bucket_reduce", "bucket_gather")
 """What runs beside a rank's own work."""
 COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update", "other")
-AXES = ("pipeline", "data_parallel", "tensor_parallel")
 
 
 class Span(NamedTuple):
@@ -82,10 +81,6 @@ class Timeline:
         busy = sum(self.busy_s(rank) for rank in range(self.num_ranks))
         waited = self.exposed_s.get("pipeline", 0.0) + self.exposed_s.get("data_parallel", 0.0)
         return max(0.0, (total - busy - waited) / total)
-
-    def exposed_share(self, axis: str) -> float:
-        """Share of the ranks' time in which they waited for transfers of an axis."""
-        return self.exposed_s.get(axis, 0.0) / (self.num_ranks * self.step_s) if self.step_s else 0.0
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON; from_data reads it back."""
