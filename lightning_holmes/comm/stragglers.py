@@ -9,7 +9,8 @@ of its replicas, which do the same, or has grown slower by so much than the othe
     stragglers.look(waits=False, now=time.monotonic())      # by the watch's thread
     stragglers.told                                         # "rank 3 on host b1 has become slow: ...", or ""
 
-A wait for a device (NCCL's) looks like computing, so that nobody is told of there. Nothing follows from it: the plan stays.
+A wait for a device (NCCL's) looks like computing, so that nobody is told of there. The plan of the run stays; the next start measures the hosts
+anew (strategy/kept_costs.py).
 """
 
 import json
@@ -45,14 +46,14 @@ class Stragglers:
         told: on rank 0, who is slow now; "": nobody.
         steps: of training, that have been done; None: nothing is being trained.
         alike: the ranks of each stage, which do the same work.
-        on_told: called on rank 0 with what is new.
+        on_told: each called on rank 0 with what is new.
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int) -> None:
         self.told = ""
         self.steps: Callable[[], int | None] = lambda: None
         self.alike: Sequence[Sequence[int]] = ()
-        self.on_told: Callable[[str], None] = lambda words: None
+        self.on_told: list[Callable[[str], None]] = []
         self._store, self._prefix = store, f"{prefix}/pace"
         self._rank, self._world_size = rank, world_size
         self._looked = 0.0
@@ -93,7 +94,8 @@ class Stragglers:
         slow, self.told = _slowest([_Pace(*json.loads(self._store.get(key))) for key in keys], self.alike)
         if slow is not None and slow != self._slow:
             print(f"[rank 0] {self.told}", file=sys.stderr, flush=True)
-            self.on_told(self.told)
+            for act in self.on_told:
+                act(self.told)
         self._slow = slow
 
 

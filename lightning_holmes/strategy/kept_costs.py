@@ -5,8 +5,8 @@
     save_costs(key, costs, request.layout.topology)
 
 Speeds and memory are kept by host, whatever ranks these have: launchers may number the nodes otherwise the next time. They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
-``profile="auto"`` takes what is kept. ``"measure"`` and ``"flops"`` find them anew, and that is kept in their place. Only rank 0 reads and
-writes.
+``profile="auto"`` takes what is kept. ``"measure"`` and ``"flops"`` find them anew, and that is kept in their place. Where a rank has become slow
+in a run (comm/stragglers.py), the next start on the same hosts finds them anew, too. Only rank 0 reads and writes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import platform
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -91,7 +92,7 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
         with (cache_folder() / f"costs-{key}.json").open("rb") as file:
             data = json.loads(file.read(MAX_TEXT))
         at = check_number(data.pop("measured_at_s"), "measured_at_s")
-        if not 0 <= time.time() - at <= max_age_s:
+        if not 0 <= time.time() - at <= max_age_s or at <= _slow_at(topology):
             return None
         model = ModelCost.from_data(data.pop("model"))
         described = f"{data['described']}, on {time.strftime('%d %B at %H:%M', time.localtime(at))}"
@@ -119,6 +120,27 @@ def save_costs(key: str, costs: Costs, topology: Topology) -> None:
     problem = write_to_cache(f"costs-{key}.json", json.dumps(data))
     if problem is not None:
         rank_zero_warn(f"measured costs are not kept: {problem}")
+
+
+def distrust_costs(topology: Topology) -> None:
+    """A rank has become slow: nothing counts any more that was measured on these hosts until now, of whatever module."""
+    problem = write_to_cache(_slow_file(topology), json.dumps(time.time()))
+    if problem is not None:
+        print(f"the next start may take costs that were measured before a rank became slow: {problem}", file=sys.stderr)
+
+
+def _slow_file(topology: Topology) -> str:
+    return f"slow-{fingerprint(topology)}.json"
+
+
+def _slow_at(topology: Topology) -> float:
+    """When it was last told that a rank of these hosts has become slow, in seconds since the epoch; 0: never."""
+    with (
+        contextlib.suppress(OSError, ValueError, ConfigurationError),
+        (cache_folder() / _slow_file(topology)).open("rb") as file,
+    ):
+        return check_number(json.loads(file.read(MAX_TEXT)), "slow_at_s")
+    return 0.0
 
 
 def _by_rank(kept: dict[str, list[float]], topology: Topology, what: str) -> tuple[float, ...]:

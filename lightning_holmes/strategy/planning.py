@@ -25,6 +25,7 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.kept_costs import distrust_costs
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
 from lightning_holmes.strategy.resting import RestingShards
@@ -82,6 +83,8 @@ def plan_run(
     clusters = [cluster.name for cluster, _ in job.topology.places()]
     fitting = trainer.state.fn == TrainerFn.FITTING
     notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
+    if fitting and connection.watch is not None:
+        connection.watch.stragglers.on_told.append(lambda words: distrust_costs(job.layout.topology))
     options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return decide(

@@ -15,7 +15,7 @@ class Job:
         self.store, self.now, self.steps = KeptStore(), 0.0, 0
         self.told: list[str] = []
         self.ranks = [Stragglers(self.store, "run", rank=rank, world_size=size) for rank in range(size)]
-        self.ranks[0].on_told = self.told.append
+        self.ranks[0].on_told.append(self.told.append)
         for each in self.ranks:
             each.alike = alike.get("alike", ())
             each.steps = lambda: self.steps

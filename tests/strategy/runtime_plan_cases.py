@@ -1,6 +1,7 @@
 """Runs whose plan is chosen from costs, on every rank."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -249,4 +250,39 @@ def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
         for path in Path(os.environ["HOLMES_CACHE_DIR"]).iterdir():
             path.write_text('{"measured_at_s": 1e12, "model": {"layers": [')
     start("a broken file")
+    return found
+
+
+class Tells(pl.Callback):
+    """That a rank has become slow, as the watch for stragglers does on rank 0."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_rank == 0:
+            for act in strategy._connection.watch.stragglers.on_told:
+                act("rank 1 holds the others up")
+
+
+def slowed(payload: Any) -> list[tuple[bool, float]]:
+    """Of four starts, whether this rank measured, and how fast the last rank is beside the first by what is kept: as fast in the first start, then
+    a third, which is told in the second."""
+    counted: list[int] = []
+    probe, slowness = profiling.probe_device, 1.0
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        counted.append(1)
+        speed = 1e9 / slowness if os.environ["RANK"] == "1" else 1e9
+        return dataclasses.replace(probe(*args, **kwargs), flops_per_s=speed)
+
+    profiling.probe_device = measure
+    found = []
+    for number in range(4):
+        counted.clear()
+        slowness = 3.0 if number else 1.0
+        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2})
+        trainer = setting.trainer(max_steps=1, callbacks=[Tells()] if number == 1 else [])
+        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
+        (kept,) = Path(os.environ["HOLMES_CACHE_DIR"]).glob("costs-*.json")
+        ((first, last),) = json.loads(kept.read_text())["speeds"].values()
+        found.append((bool(counted), last / first))
     return found

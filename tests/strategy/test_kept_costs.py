@@ -9,7 +9,7 @@ import pytest
 from lightning_holmes.cluster.measure import fingerprint
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.strategy.kept_costs import Costs, load_costs, save_costs
+from lightning_holmes.strategy.kept_costs import Costs, distrust_costs, load_costs, save_costs
 
 LAYER = LayerCost(forward=1.0, backward=2.0)
 COSTS = Costs(
@@ -56,3 +56,27 @@ def test_other_hosts_in_a_file_are_no_costs(tmp_path: Path, monkeypatch: pytest.
     data["speeds"]["slow"] = [1.0]
     path.write_text(json.dumps(data))
     assert load_costs("key", topology("0, 1", "2, 3")) is None
+
+
+def test_what_was_measured_before_a_rank_became_slow_counts_no_more_on_its_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
+    first, later = topology("0, 1", "2, 3"), topology("2, 3", "0, 1")
+    elsewhere = Topology.from_yaml_text(
+        HOSTS.replace("slow", "other").replace("RANKS", "0, 1").replace("OTHERS", "2, 3")
+    )
+    save_costs("one", COSTS, first)
+    save_costs("another", COSTS, first)
+    save_costs("of other hosts", COSTS, elsewhere)
+    distrust_costs(later)
+    assert load_costs("one", first) is None and load_costs("another", later) is None
+    assert load_costs("of other hosts", elsewhere) is not None
+    save_costs("one", COSTS, first)
+    assert load_costs("one", first) is not None and load_costs("another", first) is None
+    (mark,) = tmp_path.glob("slow-*.json")
+    mark.write_text("half a num")
+    assert load_costs("another", first) is not None
+    monkeypatch.setenv("HOLMES_CACHE_DIR", str(mark))  # a file where the folder would be
+    distrust_costs(first)  # in a thread that must not fail
+    assert "before a rank became slow" in capsys.readouterr().err

@@ -86,6 +86,13 @@ def test_what_was_measured_is_kept_for_the_next_start_until_it_is_measured_anew(
         assert how in told and 'profile="measure" or "flops" measures anew' in told
 
 
+def test_a_start_after_a_rank_was_told_to_be_slow_measures_anew(tmp_path: Path) -> None:
+    """The plan of the run in which it is told stays, and what was found anew is kept."""
+    for found in launch(2, "runtime_plan_cases:slowed", str(tmp_path), timeout_s=120):
+        assert [measured for measured, _ in found] == [True, False, True, False]
+        assert [speed for _, speed in found] == pytest.approx([1.0, 1.0, 1 / 3, 1 / 3])
+
+
 def test_hosts_are_measured_in_the_type_that_a_step_multiplies_in(tmp_path: Path) -> None:
     wanted = {
         "32-true": "float32",
