@@ -234,7 +234,8 @@ class MovableGroup(ForwardingGroup):
                     return True
                 moves = self._moves
                 waiting = operation.waiting = operation.waiting or self._junction.wait_apart(operation.work, timeout)
-                changed.wait_for(lambda: waiting.is_over or self.is_moving)  # noqa: B023
+                # a whole move may pass before this thread runs again
+                changed.wait_for(lambda: waiting.is_over or self.is_moving or operation.waiting is not waiting)  # noqa: B023
                 if operation.is_done or not waiting.is_over or operation.waiting is not waiting:
                     continue  # a move has told the others meanwhile that it has not come to its end
                 if waiting.error is None:

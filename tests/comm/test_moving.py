@@ -124,6 +124,22 @@ def test_what_comes_after_the_others_were_told_that_it_has_not_is_not_taken() ->
     old.is_over.set()
 
 
+def test_a_waiter_that_is_woken_only_after_the_move_waits_for_what_was_repeated() -> None:
+    """Its wait of before never ends, as that of a tensor which was half on its way."""
+    made = Made(False, True)
+    tensor = torch.full((1,), -1.0)
+    work = made.group.recv([tensor], 1, 0)
+    waiter = threading.Thread(target=work.wait, daemon=True)
+    waiter.start()
+    with made.junction.changed:
+        assert made.junction.changed.wait_for(lambda: work._operation.waiting is not None, timeout=60)
+        made.move(NOTHING)  # all of it while the waiter is not let run
+    waiter.join(10)
+    is_over = not waiter.is_alive()
+    made.connections[0].works[0].is_over.set()
+    assert is_over and tensor.item() == 0.0
+
+
 def test_connections_are_left_where_a_repeated_operation_hangs_that_nobody_waits_for(left: list[Any]) -> None:
     made = Made(True, False, True)
     made.group.collective("broadcast", ([torch.ones(1)],), {}).wait()
