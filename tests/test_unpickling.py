@@ -1,6 +1,7 @@
 """Where the package pickles, unpickles, or lets torch do so: each place with its reason."""
 
 import ast
+import re
 from pathlib import Path
 
 import lightning_holmes
@@ -20,8 +21,10 @@ def test_nothing_that_comes_over_the_network_is_unpickled() -> None:
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                names = [f"{node.value.id}.{node.attr}"]
+            if isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            elif isinstance(node, ast.Import):
+                names = [f"{alias.name} as {alias.asname}" for alias in node.names if alias.asname]
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in names:
@@ -29,6 +32,6 @@ def test_nothing_that_comes_over_the_network_is_unpickled() -> None:
                 objects = called.endswith(("_object", "_object_list")) and "dist" in module
                 loads = called == "load" and module in ("torch", "torch.serialization", "torch.jit", "torch.export")
                 arrays = called == "load" and module in ("np", "numpy")
-                if module.split(".")[0] in _MODULES or objects or loads or arrays or called == "read_pickle":
+                if re.split(r"[ .]", name)[0] in _MODULES or objects or loads or arrays or called == "read_pickle":
                     found.add(f"{path.relative_to(root).as_posix()}: {name}")
     assert found == set(PLACES)

@@ -105,6 +105,31 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
     )
 
 
+@pytest.mark.parametrize("damage", ["cut off", "a bit"])
+def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_path: Path) -> None:
+    """What is cut off is seen at once; a bit that is another one when it is read, by which a start ends, with the reason."""
+    _, expected = whole(2, pipeline_parallel_size=2)
+    memory, strategy = tmp_path / "memory", {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 3}
+    options = {"strategy": strategy, "snapshots": str(memory)}
+    job(2, tmp_path, "killed", codes={1, -signal.SIGKILL}, kill={"rank": 1, "step": 12}, **options)
+    *_, older, newest = sorted(
+        (path for path in memory.glob("*/fit-0/*") if path.name.isdigit()), key=lambda path: int(path.name)
+    )
+    part = newest / "__1_0.distcp"
+    data = bytearray(part.read_bytes())
+    if damage == "cut off":
+        del data[len(data) // 2 :]
+    else:
+        data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    if damage == "a bit":
+        ended = "".join(worker.output for worker in job(2, tmp_path, "ended", codes={1}, **options))
+        assert f"{newest} is removed on this host" in ended and not (tmp_path / "losses.ended.0").exists(), ended
+    workers = job(2, tmp_path, "again", **options)
+    assert f"goes on from the snapshot of step {older.name}" in workers[0].output
+    assert weights(2, tmp_path, "again") == expected
+
+
 def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_again(
     whole: Any, tmp_path: Path
 ) -> None:
