@@ -156,7 +156,7 @@ class Snapshots:
     def due(self) -> Due | None:
         """The snapshot for which the next batch shall wait, if for any; what rank 0 says counts. After the first step, and from then on."""
         step = self._trainer.global_step
-        if not self.is_active or self._is_accumulating:
+        if not self.is_active or self.is_accumulating:
             return None
         if self._step is None:
             return Due.WHOLE if step > self._started else None
@@ -180,7 +180,7 @@ class Snapshots:
         return self.version_on_nodes() is not None
 
     @property
-    def _is_accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         """Whether gradients of batches before wait for more."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready % self._trainer.accumulate_grad_batches > 0 and not progress.is_last_batch
@@ -209,11 +209,7 @@ class Snapshots:
         """Take one and wait until it is whole, before all leave, as they were told."""
         if self.folder.is_first:
             self.folder.history.note("told", f"all ranks end before the next batch: {why}")
-        if (
-            self.is_active
-            and not self._is_accumulating
-            and self._trainer.global_step not in (self._started, self._step)
-        ):
+        if self.is_active and not self.is_accumulating and self._trainer.global_step not in (self._started, self._step):
             self.take()
         self.manager.settle(self._member)
 

@@ -69,9 +69,14 @@ class Net(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.in_step()
-        if self.kill and (self.trainer.strategy.cluster_environment.global_rank(), self.trainer.global_step) == (
-            self.kill["rank"],
-            self.kill["step"],
+        if (
+            self.kill
+            and (self.trainer.strategy.cluster_environment.global_rank(), self.trainer.global_step)
+            == (
+                self.kill["rank"],
+                self.kill["step"],
+            )
+            and batch_idx % self.trainer.accumulate_grad_batches == self.kill.get("batch", 0)
         ):
             if self.kill.get("backward"):
                 batch[0].requires_grad_().register_hook(lambda gradient: self.end_half_done())
@@ -138,6 +143,7 @@ def train(
         callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept, *callbacks],
         enable_checkpointing=bool(kept),
         gradient_clip_val=options.get("clip"),
+        accumulate_grad_batches=options.get("accumulate", 1),
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,

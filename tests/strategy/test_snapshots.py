@@ -157,6 +157,16 @@ def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_a
     assert not list(Path(memory).iterdir())
 
 
+def test_who_is_told_to_leave_between_batches_of_one_step_comes_to_its_end_first(tmp_path: Path) -> None:
+    """Three batches a step; SIGTERM in the second one of the sixth."""
+    strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 100}
+    options: dict[str, Any] = {"strategy": strategy, "snapshots": str(tmp_path / "memory"), "accumulate": 3, "steps": 7}
+    kill = {"rank": 0, "step": 5, "batch": 1, "signal": "SIGTERM"}
+    job(2, tmp_path, "told", codes={0, 143}, kill=kill, **options)
+    workers = job(2, tmp_path, "again", **options)
+    assert "goes on from the snapshot of step 6, 0 before the last one" in workers[0].output
+
+
 def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samples_are_counted(tmp_path: Path) -> None:
     """Two replicas, then one, of the same global batches and dropout; tests/soak has the same from snapshots. Baseline: two replicas without
     faults, weights to 1e-5. An ordinary loader is refused."""

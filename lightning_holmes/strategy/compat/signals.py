@@ -12,6 +12,7 @@ handed to rank 0 through the job's store. Snapshots, where some are taken, get a
 import signal
 import sys
 import threading
+import time
 from typing import Any, Self
 
 import lightning.pytorch as pl
@@ -28,6 +29,9 @@ from lightning_holmes.strategy.snapshots import Snapshots
 _GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3
 _LEFT_BEHIND = 128 + signal.SIGTERM
 """The exit code of a rank that was not told itself: a launcher starts the rest again."""
+_FOR_STEP_S = 10.0
+"""How long those wait that were told to end, for batches whose gradients are summed for one step: between them no snapshot can be taken, and a
+launcher that sends SIGTERM sends SIGKILL half a minute later."""
 
 
 class BatchSignals(Replacements):
@@ -47,6 +51,7 @@ class BatchSignals(Replacements):
         self._told_to_end = False
         self._told_to_requeue: int | None = None
         self._interrupted = False
+        self._waits_since: float | None = None
         self.ends_together = False
         """All ranks have left their loops at the same place, and none has failed."""
 
@@ -85,6 +90,14 @@ class BatchSignals(Replacements):
 
     def wanted(self) -> int:
         """What this rank, if it is rank 0, tells all to do before the next batch."""
+        wanted = self._told()
+        if wanted != _GO_ON and self._snapshots is not None and self._snapshots.is_accumulating:
+            self._waits_since = self._waits_since or time.monotonic()
+            if time.monotonic() - self._waits_since < _FOR_STEP_S:
+                return _GO_ON
+        return wanted
+
+    def _told(self) -> int:
         if self._interrupted:
             return _INTERRUPT
         rank_0_told = self._told_to_end or (self._watch is not None and self._watch.asked_to_end)
