@@ -7,12 +7,20 @@ strategy = contender.make_strategy(job)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -60,6 +68,7 @@ class Contender:
             from there, in a step, over bare sockets.
         exchanged: passes over the parameters, less the part that is its own, that each process sends to the next one in a step, likewise.
         node_order: the hosts in the order of their node ranks; None: at random.
+        env: what its processes are told by the environment, beside what all are.
         why_not: why it cannot run on this network; None: it can.
     """
 
@@ -75,6 +84,7 @@ class Contender:
     carried: tuple[int, int] = (0, 0)
     exchanged: int = 0
     node_order: Callable[[BenchmarkJob], list[str] | None] = lambda job: None
+    env: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[BenchmarkJob], str | None] = lambda job: None
 
 
@@ -88,6 +98,23 @@ class Fp16DDPStrategy(DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
+
+
+class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+    """DeepSpeedStrategy on processors.
+
+    Lightning's refuses any accelerator but CUDA (2.6, `setup_environment`) and wants devices with an index. DeepSpeed itself runs on
+    processors, over gloo, where torch knows of one device only.
+    """
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+    def setup_environment(self) -> None:
+        assert self.parallel_devices is not None
+        self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+        super(DeepSpeedStrategy, self).setup_environment()  # past the check of the accelerator
 
 
 class ShardedGPT(GPT):
@@ -130,6 +157,18 @@ def make_fsdp2(job: BenchmarkJob) -> Strategy:
     return ModelParallelStrategy(
         data_parallel_size=job.world_size, tensor_parallel_size=1, process_group_backend="gloo"
     )
+
+
+def make_deepspeed(job: BenchmarkJob) -> Strategy:
+    """DeepSpeed's ZeRO-3 with its defaults."""
+    return CPUDeepSpeedStrategy(stage=3, process_group_backend="gloo")
+
+
+def why_not_deepspeed(job: BenchmarkJob) -> str | None:
+    """No dependency of this package has it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install -c constraints.txt deepspeed)"
+    return None
 
 
 def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strategy]:
@@ -272,6 +311,13 @@ _ALL = (
         title="FSDP2, likewise, and all kept whole meanwhile",
         make_strategy=make_fsdp2,
         make_module=lambda job: KeptGPT(**job.workload.model_arguments),
+    ),
+    Contender(
+        name="deepspeed",
+        title="DeepSpeed ZeRO-3",
+        make_strategy=make_deepspeed,
+        env={"DS_ACCELERATOR": "cpu"},  # else it takes a GPU where there is one
+        why_not=why_not_deepspeed,
     ),
     _holmes(
         name="layered",
@@ -434,8 +480,8 @@ CASES = {
     ),
     "optimizer-node": BenchmarkCase(
         contenders=(
-            *("floor", "ddp", "fsdp2", "fsdp2-no-sync", "layered", "optimizer-node", "optimizer-node-kept"),
-            *("sockets", "sockets-kept"),
+            *("floor", "ddp", "fsdp2", "fsdp2-no-sync", "deepspeed", "layered", "optimizer-node"),
+            *("optimizer-node-kept", "sockets", "sockets-kept"),
         ),
         hosts=(4,),
         ethernet="1gbit",
