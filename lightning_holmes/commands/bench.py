@@ -314,7 +314,7 @@ def run_contender(
                 shuffle_nodes=order is None,
                 node_order=order,
                 hosts=names,
-                env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | contender.env | secret | found,
+                env={"WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"} | dict(contender.env) | secret | found,
                 host_env=of_host,
                 folder=folder,
                 timeout_s=timeout_s,

@@ -1,7 +1,11 @@
 """The benchmark: a small one for real, and what it makes of its figures."""
 
 import dataclasses
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +141,8 @@ def test_only_the_floors_are_alone_and_holmes_is_told_nothing() -> None:
         "sockets-once",
     ]
     for name, contender in CONTENDERS.items():
+        if contender.why_not(job_of(2, 2)) is not None:
+            continue
         is_ours = isinstance(contender.make_strategy(job_of(2, 2)), HolmesStrategy) and name != "blind"
         assert contender.gloo_on_ethernet != is_ours, name
     assert set(CONTENDERS) == {name for case in CASES.values() for name in case.contenders}
@@ -249,8 +255,34 @@ def test_every_case_has_its_floor_and_strategies_that_can_be_made() -> None:
     for name, case in CASES.items():
         assert case.contenders[0] == bench.FLOOR, name
         of_case = dataclasses.replace(job.workload, microbatches=case.microbatches)
-        for contender in case.contenders:
-            CONTENDERS[contender].make_strategy(dataclasses.replace(job, workload=of_case))
+        for contender in (CONTENDERS[each] for each in case.contenders):
+            if contender.why_not(job) is None:
+                contender.make_strategy(dataclasses.replace(job, workload=of_case))
+
+
+def test_deepspeed_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = Testbed(job_of(2).topology, TestbedOptions())  # never started
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
+    result = bench.run_contender(bed, CONTENDERS["deepspeed"], job_of(2), timeout_s=1.0, verbose=False)
+    assert result.problem is not None and "deepspeed is not installed" in result.problem and not result.failed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert CONTENDERS["deepspeed"].why_not(job_of(2)) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.timeout(300)
+def test_deepspeed_on_processors_has_the_losses_of_ddp(tmp_path: Path) -> None:
+    """Two processes, two microbatches, three steps; 1e-4, since sums are made in another order."""
+    found = {}
+    for name in ("ddp", "deepspeed"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [str(Path(__file__).parent / "contender_losses.py"), name, str(tmp_path / f"{name}.json")]
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | CONTENDERS[name].env
+        subprocess.run(command, env=env, check=True, timeout=140)
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(found["ddp"]) == 6
+    assert found["deepspeed"] == pytest.approx(found["ddp"], abs=1e-4)
 
 
 def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -> None:
