@@ -12,16 +12,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.gloo import CONNECT_AGAIN
+from lightning_holmes.comm.links import Links
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.moves import Moves
-from lightning_holmes.comm.sockets import send_again_soon
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.comm.stragglers import Stragglers
@@ -38,7 +38,6 @@ _LEFT_KEY = "left"
 _WELL_KEY = "well"
 _NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
 _POLL_S = 1.0
-_LOOKS = 5  # between two looks for new connections
 _KEPT_S = 1800.0  # torch's timeout
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
@@ -84,9 +83,8 @@ class FailureWatch:
         stuck. None: nobody asks any more."""
         self.cards: CardWatch | None = None
         """Fast cards of this rank; where one stays down the run goes on over others, or ends."""
-        self.peers: frozenset[str] = frozenset()
-        """Addresses of all hosts, connections with which shall go on soon after a link has been cut."""
-        self._timeout_s, self._looks = timeout_s, 0
+        self._links: Links | None = None
+        self._timeout_s = timeout_s
         self._moves: Moves | None = None
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Whether the last step that this rank has begun is that batch's; asked in a thread."""
@@ -186,6 +184,11 @@ class FailureWatch:
             return
         self._grace_s = _SILENCE_S  # what this rank does never ends by itself; the other one must read this first
         self._tell_first(Failure(rank, f"{UnevenDataError.__name__}: {words}"))
+
+    def keep_links(self, peers: Collection[str]) -> None:
+        """Have connections with these addresses of hosts go on soon after a link has been cut."""
+        if peers:
+            self._links = Links(peers, kept_s=2 * (self._timeout_s or _KEPT_S))
 
     def move_by(self, moves: Moves) -> None:
         """Where a card stays down, or has returned, all ranks move their groups."""
@@ -298,6 +301,8 @@ class FailureWatch:
 
     def _end(self, timeout_s: float) -> None:
         self._stop.set()
+        if self._links is not None:
+            self._links.stop()
         self._store_watch.stop()
         self._thread.join(timeout_s)
         if self._moves is not None:
@@ -308,9 +313,6 @@ class FailureWatch:
             while not self._stop.wait(_POLL_S) and not self._gone.is_set():
                 if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
-                if self._looks % _LOOKS == 0:  # whoever connects later is found later
-                    send_again_soon(self.peers, kept_s=2 * (self._timeout_s or _KEPT_S))
-                self._looks += 1
                 self._answer()
                 if self._look_at_cards():
                     return

@@ -21,7 +21,8 @@ End: TypeAlias = tuple[str, int]
 
 _OPEN = "/proc/self/fd"
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h since Linux 6.15; not yet in the socket module
-_AGAIN_MS = 5_000
+_PROBES = 3  # of tcp_info's bytes: how often in a row something was tried that has never gone out, or for which the other end had no room
+_AGAIN_MS, _LONGEST_MS = 5_000, 120_000
 _KEPT_S = 925.0  # as long as the kernel keeps a connection that nothing is answered on, by its usual settings
 
 
@@ -41,16 +42,27 @@ def end_connections(own: Collection[End], others: Collection[End]) -> None:
 
 def send_again_soon(peers: Collection[str], kept_s: float) -> int:
     """Let connections with these addresses send again every five seconds what is not answered; how many there are that did not before.
+    To be called again every few seconds.
 
     The kernel's pauses double, up to two minutes: a link that was cut for a minute would have to be waited for once more after its return. It
     counts tries, so that with short pauses it would give up after a minute: they are kept for ``kept_s``, or longer where the kernel would. So
-    long the other end may also read nothing of what it has been sent. Before Linux 6.15 nothing is changed.
+    long the other end may also read nothing of what it has been sent. That time does not count for what has never gone out, since this host's own card was
+    down: these tries the kernel leaves after fifteen of them. So their pauses stay long, and each call here is a try of its own. Before Linux 6.15 that is all
+    that is done.
     """
     count = 0
     for found in _sockets() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # not connected, or the kernel does not know the option
             address = found.getpeername()[0].removeprefix("::ffff:")
-            if address in peers and found.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS) > _AGAIN_MS:
+            if address not in peers:
+                continue
+            pause_ms = found.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS)
+            if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PROBES + 1)[_PROBES]:
+                found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_MS)
+                found.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+                )  # sends what waits; gloo and the store set it, too
+            elif pause_ms > _AGAIN_MS:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * max(kept_s, _KEPT_S)))
                 found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MS)
                 count += 1

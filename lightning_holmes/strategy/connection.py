@@ -150,7 +150,8 @@ class Connection:
             self._watch_cards(self.watch)
 
     def _watch_cards(self, watch: FailureWatch) -> None:
-        watch.cards, watch.peers = self._cards, self._addresses
+        watch.cards = self._cards
+        watch.keep_links(self._addresses)
         watch.stragglers.alike = self._alike
         if self.moves is not None:
             watch.move_by(self.moves)

@@ -186,6 +186,7 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
     """Fits that follow each other, on one module and from a file: what the file and another one have, losses, and the bytes that this
     process has of parameters after the first fit. By SGD: where a gradient is nearly nothing, Adam makes a step of its rounding."""
     torch.set_num_threads(1)
+    os.environ |= payload.get("env", {})
     folder, holmes = Path(payload["folder"]), payload["holmes"] | {"save_distributed_checkpoint": False}
     found: dict[str, Any] = {}
     for name in payload["cases"]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from large_model_cases import fit, fit_all, go_on
-from launch import launch
+from launch import forked_executable, launch
 
 SEEDED = ["gpt", "hf", "plain_code", "meta", "reads_values"]
 LLAMA = {"model_type": "llama", "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -93,6 +93,7 @@ def test_on_optimizer_nodes_no_worker_has_the_module(folder: Path) -> None:
     payload = {"folder": str(folder), "cases": ["gpt", "pretrained"]}
     alone = go_on(payload | {"holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}})
     nodes = {"optimizer_nodes": 1, "num_microbatches": 2}
+    payload["env"] = {"PYTHON_EXEC": forked_executable()}  # of the nodes that rank 0 starts
     replicas = launch(2, "large_model_cases:go_on", payload | {"holmes": nodes}, timeout_s=200)
     staged = payload | {"holmes": nodes | {"pipeline_parallel_size": 2}, "cases": ["gpt"]}
     stages = launch(2, "large_model_cases:go_on", staged, timeout_s=200)

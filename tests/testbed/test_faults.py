@@ -126,6 +126,25 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
         assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
 
 
+def test_what_never_went_out_of_a_card_that_is_down_is_sent_when_it_is_back() -> None:
+    """The kernel leaves it after fifteen tries, which are over in a minute where pauses are of five seconds."""
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
+        lines: list[str] = []
+
+        def echo(host: str, line: str) -> None:
+            lines.append(line)
+            if line == "ready":
+                bed.set_down("west.eth0")
+            elif line == "waits":
+                bed.set_up("west.eth0")
+
+        command = [*forked_python(), str(WORKER.with_name("link_worker.py"))]
+        results = bed.run(command, node_order=["east", "west"], echo=echo, timeout_s=60)
+    assert all(result.exit_code == 0 for result in results.values()), shown(results)
+    if "hastened 0" not in lines:  # as before Linux 6.15
+        assert lines[-2:] == ["waits", "answered, pause 5000"]
+
+
 @pytest.mark.benchmark
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("seconds", [5.0, 60.0, 300.0])
