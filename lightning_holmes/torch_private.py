@@ -6,7 +6,7 @@ No other file imports a name with a leading underscore from torch.
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "set_local_tensor",
     "sharded_locally",
     "sparse_parts",
+    "step_hooks",
     "storage_info",
     "tensor_version",
     "without_modes",
@@ -422,6 +425,17 @@ def initialiser_of(module: nn.Module) -> Callable[[], Any] | None:
 def holds_hooks(name: str) -> bool:
     """Whether an attribute of an optimizer keeps the hooks that were registered with it."""
     return "hooks" in name
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What is called before and after each of its steps: its own hooks, and those of all optimizers."""
+    registries: tuple[Mapping[int, Callable[..., Any]], ...] = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return [hook for registry in registries for hook in registry.values()]
 
 
 def argument_names(operator: Any) -> set[str]:

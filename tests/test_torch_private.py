@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes import torch_private
@@ -333,6 +334,24 @@ def test_optimizers_keep_hooks_in_attributes_that_say_so() -> None:
     keeping = [name for name, value in vars(optimizer).items() if torch_private.holds_hooks(name) and value]
     assert keeping == ["_optimizer_step_post_hooks"] and hook.id in vars(optimizer)[keeping[0]]
     assert not any(map(torch_private.holds_hooks, ("state", "param_groups", "defaults")))
+
+
+def test_hooks_of_a_step_are_found() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not torch_private.step_hooks(optimizer)
+    registers = (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    )
+    for register in registers:
+
+        def hook(*_: object) -> None: ...
+
+        handle = register(hook)
+        assert torch_private.step_hooks(optimizer) == [hook]
+        handle.remove()
 
 
 def test_operators_name_their_arguments() -> None:

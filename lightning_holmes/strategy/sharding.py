@@ -4,6 +4,7 @@ found = test_optimizers(optimizers, device)                      # while groups 
 shards, note = shard_optimizer(options, found, ...)              # None: not sharded
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
+from lightning_holmes.torch_private import step_hooks
 
 _BEFORE_STEP = (*GRADIENT_HOOKS, "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
@@ -293,9 +295,23 @@ def refusal_of_nodes(
             refusal
             or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
         )
+    refusal = refusal or _refusal_of_steps(optimizer)
     if torch.is_anomaly_enabled():
         refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal
+
+
+def _refusal_of_steps(optimizer: Optimizer) -> str:
+    """Why the step of this object is not the one of its class, which is all that a node has of it; empty if it is."""
+    name = type(optimizer).__name__
+    hooks = step_hooks(optimizer)
+    if hooks:
+        hook = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+        return f"{hook} is called with each step of {name} (register_step_pre_hook or the like), on workers, where it would find no parameters"
+    step = inspect.unwrap(vars(optimizer).get("step", type(optimizer).step))  # schedulers wrap that of the class
+    if getattr(step, "__func__", step) is not inspect.unwrap(type(optimizer).step):
+        return f"{name}.step was replaced on this optimizer, and nodes know that of its class; override it in a class"
+    return ""
 
 
 def why_deferred(trainer: "pl.Trainer") -> str:

@@ -5,6 +5,7 @@ Everything is compared with plain Lightning in one process on the same samples; 
 
 import os
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -410,7 +411,38 @@ def _read_states_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
     module.training_step = training_step  # type: ignore[method-assign]
 
 
+def _changed(change: Any) -> Any:
+    """An optimizer of torch's that ``change`` changes as an object."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        change(optimizer)
+        return optimizer
+
+    return _with(make)
+
+
+def _replace_step(optimizer: torch.optim.Optimizer) -> None:
+    own = optimizer.step
+    optimizer.step = lambda closure=None: own(closure)  # type: ignore[method-assign, assignment]
+
+
+def _forget_states(replaced: bool) -> Any:
+    def forget(module: pl.LightningModule) -> None:
+        (optimizer,) = module.trainer.optimizers
+        if replaced:
+            optimizer.state = defaultdict(dict)
+        else:
+            optimizer.state.clear()
+
+    return _by_hook("on_train_batch_end", forget)
+
+
 REFUSED: dict[str, Any] = {
+    "a hook of the step": _changed(lambda optimizer: optimizer.register_step_post_hook(lambda *_: None)),
+    "a step that is replaced": _changed(_replace_step),
+    "states are cleared": _forget_states(False),
+    "states are replaced": _forget_states(True),
     "states are read": _read_states_in_step,
     "an option that changes in a step": _change_in_step(0),
     "an option that changes in the last step": _change_in_step(3),

@@ -90,6 +90,8 @@ class HiddenState(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         """Forget all states, here those of this rank."""
+        if isinstance(self.own, StateOnNodes):
+            self.own.refuse_to_forget()
         self.own.clear()
 
 
@@ -106,6 +108,20 @@ class StateOnNodes(HiddenState):
         raise UnsupportedModuleError(
             f"the state of {type(self._optimizer).__name__} is read, which optimizer nodes hold: read it in a checkpoint "
             f"(optimizer_states), or use optimizer_nodes=0"
+        )
+
+    def clear(self) -> None:
+        """Lightning and this package only."""
+        here: Any = inspect.currentframe()
+        if not self.may_read(here.f_back):
+            self.refuse_to_forget()
+        self.own.clear()
+
+    def refuse_to_forget(self) -> NoReturn:
+        """The nodes would keep them."""
+        raise UnsupportedModuleError(
+            f"the state of {type(self._optimizer).__name__} is cleared, which optimizer nodes hold: begin a fit anew, or use "
+            f"optimizer_nodes=0"
         )
 
 
@@ -128,6 +144,8 @@ def hiding_states(optimizers: Sequence[Optimizer], place: str) -> Iterator[None]
                     f"{place} gives {type(optimizer).__name__} other states, of which each rank would have to take its own part; "
                     f"give a checkpoint as ckpt_path"
                 )
+            if given is not state and isinstance(state.own, StateOnNodes) and not isinstance(given, StateOnNodes):
+                state.own.refuse_to_forget()
             if given is not state:
                 state.own = given
     finally:
