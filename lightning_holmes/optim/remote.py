@@ -252,9 +252,17 @@ class RemoteOptimizer:
         return self._replica_of.get(name, 0)
 
     def close(self) -> None:
-        """Parameters have values of their own again; states can still be collected."""
+        """Parameters have values of their own again; states can still be collected. The optimizer's object is of no use any more."""
         self._hook.remove()
+        self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    raise UnsupportedModuleError(
+        f"this {type(optimizer).__name__} steps after the fit for which it was made: optimizer nodes have taken its parameters and states; "
+        f"make a new one, in configure_optimizers for a fit, or use optimizer_nodes=0"
+    )
 
 
 def _states(link: NodeLink, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

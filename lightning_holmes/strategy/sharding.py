@@ -29,6 +29,7 @@ from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
+from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 from lightning_holmes.torch_private import step_hooks
 
@@ -284,7 +285,7 @@ def refusal_of_nodes(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
     """Likewise why optimizer nodes cannot hold them."""
-    refusal = refusal_of(found, optimizer, trainer) or refusal_of_changes(structure)
+    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer) or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
@@ -295,7 +296,6 @@ def refusal_of_nodes(
             refusal
             or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
         )
-    refusal = refusal or _refusal_of_steps(optimizer)
     if torch.is_anomaly_enabled():
         refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal
@@ -304,6 +304,8 @@ def refusal_of_nodes(
 def _refusal_of_steps(optimizer: Optimizer) -> str:
     """Why the step of this object is not the one of its class, which is all that a node has of it; empty if it is."""
     name = type(optimizer).__name__
+    if isinstance(optimizer.state, StateOnNodes):
+        return f"this {name} was trained with before, when nodes took its parameters and states; make a new one in configure_optimizers"
     hooks = step_hooks(optimizer)
     if hooks:
         hook = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)

@@ -466,6 +466,24 @@ def run_refusals(folder: Path) -> dict[str, Any]:
             trainer.fit(module, datamodule=Data())
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"
+    return found | run_used_optimizers(folder)
+
+
+def run_used_optimizers(folder: Path) -> dict[str, Any]:
+    """What is said where the optimizer of a fit that has ended steps, or is given to another fit, with nodes and without."""
+    found = {}
+    for name, strategy in (("a step after the fit", None), ("a fit with nodes", with_nodes(1)), ("a fit without", "")):
+        module = build("sgd")
+        optimizer = torch.optim.SGD(list(module.layers.parameters()), lr=0.1)
+        module.configure_optimizers = lambda made=optimizer: made  # type: ignore[method-assign]
+        make_trainer(folder, strategy=with_nodes(1)).fit(module, datamodule=Data())
+        try:
+            if strategy is None:
+                optimizer.step()
+            else:
+                make_trainer(folder, strategy=strategy or None).fit(module, datamodule=Data())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
