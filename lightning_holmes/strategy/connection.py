@@ -241,7 +241,10 @@ class Connection:
         on_end, first = self.watch.on_end, self.watch.report(said)
         self.watch = None
         line = f"[rank {self.rank}] {one_line(said)}"
-        if first is not None and first.rank != self.rank:
+        if isinstance(said, KeyboardInterrupt):
+            if self.rank:  # Lightning says so on rank 0, and ends all by sys.exit
+                print(line, file=sys.stderr, flush=True)
+        elif first is not None and first.rank != self.rank:
             own, others = one_line(said), first.words.splitlines()[0]
             line = first.line(self.rank)
             if own == others and isinstance(said, HolmesError) and self.num_nodes == 1:

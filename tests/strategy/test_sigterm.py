@@ -44,6 +44,10 @@ def train_until_told(options: dict[str, Any]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+        def on_fit_start(self) -> None:
+            if options.get("early"):
+                os.kill(os.getpid(), told)
+
     class Losses(Callback):
         found: dict[int, float] = {}
 
@@ -145,6 +149,21 @@ def test_ctrl_c_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(tmp_path: P
     assert first["step"] == last["step"] == 3
     saved = CheckpointManager(distributed=True, background=False).load(Job(), tmp_path / "told.ckpt", weights_only=None)
     assert saved["global_step"] == 3 and len(saved["state_dict"]) == 6
+
+
+def test_each_rank_says_that_ctrl_c_has_ended_it_before_its_first_batch(tmp_path: Path) -> None:
+    """Lightning says so on rank 0 alone."""
+    payload = {
+        "folder": str(tmp_path),
+        "folders": True,
+        "steps": ENDLESS,
+        "signal": "SIGINT",
+        "ranks": [],
+        "early": True,
+    }
+    first, last = launch_raw(2, "test_sigterm:train_until_told", payload, timeout_s=90, folder=tmp_path / "job")
+    assert first.exit_code == last.exit_code == 1
+    assert "Detected KeyboardInterrupt" in first.output and "[rank 1] KeyboardInterrupt" in last.output.splitlines()
 
 
 def test_the_second_ctrl_c_ends_a_rank_at_once(tmp_path: Path) -> None:
