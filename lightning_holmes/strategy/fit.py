@@ -40,6 +40,7 @@ from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
+from lightning_holmes.strategy.compat.zero_grad import RefusesKeptGradients
 from lightning_holmes.strategy.gradients import (
     Gradients,
     make_gradients,
@@ -158,6 +159,8 @@ class Fit(Run):
         if scaler is not None and isinstance(self.gradients.host, RemoteHost):
             undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale, self.job.connection.device))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
+        here = self.stage_shards is None and not options.optimizer_nodes
+        undo.enter_context(RefusesKeptGradients(self.module, here, self.lifted))
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)

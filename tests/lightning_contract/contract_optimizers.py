@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import Run, each
+from contract import Run, each, refused
 from contract_models import Calls, Net, batches, weights
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -237,6 +237,28 @@ def case_gradients_are_emptied_by_their_hook(run: Run):
     module = Empties()
     run.fit(module)
     assert module.count == 4
+    return weights(module)
+
+
+def case_gradients_are_emptied_by_hand(run: Run):
+    class Empties(Net):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    module = Empties()
+    run.fit(module)
+    return weights(module)
+
+
+@refused("optimizer_zero_grad of Keeps was not seen to empty the gradients before batch 0")
+def case_gradients_are_kept_by_their_hook(run: Run):
+    class Keeps(Net):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            pass
+
+    module = Keeps()
+    run.fit(module)
     return weights(module)
 
 

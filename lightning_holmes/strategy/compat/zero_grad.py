@@ -1,0 +1,67 @@
+"""Refuses an ``optimizer_zero_grad`` that leaves gradients: plain Lightning adds the next batch's to them, and a run here begins anew with each batch.
+
+with RefusesKeptGradients(module, run.lifted): ...
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+
+class RefusesKeptGradients(Replacements):
+    """Inside, each call of the hook of ``module`` is watched; where it is Lightning's own, nothing is.
+
+    Args:
+        has_parameters: whether those of the optimizer are on this rank; else only a call of zero_grad tells.
+        lifted: around what writes to gradients.
+    """
+
+    def __init__(
+        self, module: "pl.LightningModule", has_parameters: bool, lifted: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__()
+        self._module, self._has_parameters, self._lifted = module, has_parameters, lifted
+
+    def __enter__(self) -> Self:
+        if is_overridden("optimizer_zero_grad", self._module):
+            self._own = self._module.optimizer_zero_grad
+            self.replace(self._module, optimizer_zero_grad=self._watched)
+        return self
+
+    def _watched(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        called = False
+
+        def noting(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+            def note(*args: Any, **kwargs: Any) -> None:
+                nonlocal called
+                called = True
+                zero_grad(*args, **kwargs)
+
+            return note
+
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        witness = min(parameters, key=torch.numel) if parameters and self._has_parameters else None
+        with Replacements() as once:
+            once.replace(optimizer, zero_grad=noting(optimizer.zero_grad))
+            once.replace(self._module, zero_grad=noting(self._module.zero_grad))
+            has_gradient = witness is not None and witness.grad is not None
+            if witness is not None and not has_gradient:
+                with self._lifted():
+                    witness.grad = torch.ones_like(witness)
+            self._own(epoch, batch_idx, optimizer)
+        if witness is not None:
+            with self._lifted():
+                called = called or witness.grad is None or not bool(witness.grad.any())
+                witness.grad = witness.grad if has_gradient else None
+        if not called:
+            raise UnsupportedModuleError(
+                f"optimizer_zero_grad of {type(self._module).__name__} was not seen to empty the gradients before batch {batch_idx}: sums of "
+                f"gradients over batches are not kept so; call optimizer.zero_grad() in it, and use Trainer(accumulate_grad_batches=...) for sums"
+            )
