@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
@@ -27,6 +28,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
@@ -296,7 +298,17 @@ def build_trainers_for_one_cpu() -> None:
     is told: an optimizer node runs a script that was written for other hosts."""
 
     class OneCpu(_AcceleratorConnector):
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, *, precision: Any = None, plugins: Any = None, **_: Any) -> None:
             super().__init__(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
+            given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+            is_plugin = any(isinstance(plugin, Precision) for plugin in given)
+            self.declared = None if is_plugin else _convert_precision_to_unified_args(precision) or "32-true"
 
     vars(trainer_module)["_AcceleratorConnector"] = OneCpu
+
+
+def declared_precision(trainer: "pl.Trainer") -> str | None:
+    """What a Trainer of :func:`build_trainers_for_one_cpu` was told, in Lightning's present words; None where a plugin says it."""
+    connector: Any = trainer._accelerator_connector
+    found: str | None = connector.declared
+    return found

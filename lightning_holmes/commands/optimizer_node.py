@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_private import build_trainers_for_one_cpu
+from lightning_holmes.lightning_private import build_trainers_for_one_cpu, declared_precision
 from lightning_holmes.optim.node.description import describe_module
 from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
 from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, join
@@ -82,7 +82,7 @@ def main(args: list[str]) -> None:
         if isinstance(module, LightningModule):
             callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
-            expected = describe_module(module, is_whole=not grows)
+            expected = describe_module(module, is_whole=not grows, precision=declared_precision(trainer))
         code = join(
             [(host.strip(), given.port) for host in given.master_addr.split(",")],
             -1,

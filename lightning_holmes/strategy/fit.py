@@ -282,6 +282,7 @@ class Fit(Run):
             scaler=scaler,
             run=snapshots.run if snapshots is not None and keep else "",
             adopt=snapshots.adopted if snapshots is not None and keep else 0,
+            precision=self.trainer.precision,
         )
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:

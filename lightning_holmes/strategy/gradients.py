@@ -202,6 +202,7 @@ def make_remote_gradients(
     scaler: Any,
     run: str,
     adopt: int,
+    precision: str,
 ) -> Gradients:
     """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
 
@@ -215,7 +216,7 @@ def make_remote_gradients(
         all_gather: what each rank of WORLD gives, on every rank.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: of ``precision="16-mixed"``, or None.
-        run, adopt: see OptimizerNodes.open.
+        run, adopt, precision: see OptimizerNodes.open.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
@@ -257,6 +258,7 @@ def make_remote_gradients(
         worker=rank,
         states=optimizer_states,
         module=type(pipeline.module).__qualname__,
+        precision=precision,
         run=run,
         adopt=adopt,
     )

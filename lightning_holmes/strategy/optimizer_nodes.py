@@ -166,6 +166,7 @@ class OptimizerNodes:
         worker: int,
         states: str,
         module: str,
+        precision: str,
         run: str = "",
         adopt: int = 0,
     ) -> list[NodeLink]:
@@ -176,6 +177,7 @@ class OptimizerNodes:
             clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
             states: HolmesStrategy's optimizer_states.
             module: the name of its class.
+            precision: the Trainer's.
             run: a name for this fit's values, under which the nodes keep them when the workers are lost; empty: they do not.
             adopt: the version that they have kept and shall go on with; 0: they are given values.
 
@@ -190,6 +192,7 @@ class OptimizerNodes:
             told = {
                 "place": f"pipeline rank {pipeline_rank}",
                 "module": module,
+                "precision": precision,
                 "num_workers": num_workers,
                 "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
                 "optimizer": dict(optimizer),

@@ -130,28 +130,31 @@ LAYOUT = UnitLayout(
 
 
 @pytest.mark.parametrize(
-    ("module", "optimizer", "difference"),
+    ("module", "changes", "difference"),
     [
         (Net(), {}, ""),
         (None, {}, ""),
         (Other(), {}, "it is a Other there, and a Net on workers"),
         (Net(5), {}, r"up.weight is of shape \(2, 5\) there, and of shape \(2, 4\) on workers"),
         (nn.Identity(), {}, "it is a Identity there, and a Net on workers"),
+        (Net(), {"precision": "bf16-true"}, "its precision is 16-mixed there, and bf16-true on workers"),
         (Net(), {"source": "another"}, r"Mine reads otherwise on the optimizer node, in .*test_node_registry.py"),
     ],
 )
 def test_a_node_for_another_module_is_refused_with_the_difference(
-    module: nn.Module | None, optimizer: dict[str, str], difference: str
+    module: nn.Module | None, changes: dict[str, str], difference: str
 ) -> None:
-    expected = None if module is None else describe_module(module, is_whole=True)
+    expected = None if module is None else describe_module(module, is_whole=True, precision="16-mixed")
     server = NodeServer("127.0.0.1", "secret", number=0, may_import=False, options=NodeOptions(), expected=expected)
     twin = Mine(Net().parameters(), lr=0.1)
+    source = {key: value for key, value in changes.items() if key == "source"}
     told = {
         "place": "pipeline rank 0",
         "module": "Net",
+        "precision": changes.get("precision", "bf16-mixed"),
         "num_workers": 1,
         "units": {0: LAYOUT.to_plain()},
-        "optimizer": describe_optimizer(twin, [["up.weight"]], {}) | {"state_bytes": 0.0} | optimizer,
+        "optimizer": describe_optimizer(twin, [["up.weight"]], {}) | {"state_bytes": 0.0, **source},
         "states": "memory",
         "num_places": 1,
         "run": "",
@@ -172,4 +175,4 @@ def test_a_node_for_another_module_is_refused_with_the_difference(
 
 
 def test_a_module_that_hooks_complete_is_compared_by_its_class() -> None:
-    assert describe_module(Net(), is_whole=False) == {"class": "Net", "shapes": None}
+    assert describe_module(Net(), is_whole=False) == {"class": "Net", "shapes": None, "precision": None}

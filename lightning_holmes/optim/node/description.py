@@ -175,23 +175,28 @@ def _source_of(kind: type[Optimizer]) -> str | None:
     return digest.hexdigest()
 
 
-def describe_module(module: nn.Module, *, is_whole: bool) -> dict[str, Any]:
+def describe_module(module: nn.Module, *, is_whole: bool, precision: str | None = None) -> dict[str, Any]:
     """What a node knows of the module for which it was started.
 
     Args:
         is_whole: no hook gives it more parameters.
+        precision: the Trainer's, as the script declares it; None: nobody knows.
     """
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters(remove_duplicate=False)}
-    return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None}
+    return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None, "precision": precision}
 
 
-def check_module(expected: Mapping[str, Any], name: str, layouts: Iterable[UnitLayout]) -> None:
-    """Refuse workers that train another module, of class ``name``, than the node's.
+def check_module(expected: Mapping[str, Any], name: str, precision: str, layouts: Iterable[UnitLayout]) -> None:
+    """Refuse workers that train another module, of class ``name``, than the node's, or in another precision.
 
     Raises:
         ConfigurationError: says in what it differs.
     """
     different = "" if name == expected["class"] else f"it is a {expected['class']} there, and a {name} on workers"
+    declared = expected["precision"]
+    same = (declared, precision) == ("16-mixed", "bf16-mixed")  # Lightning's word for it on workers without a GPU
+    if declared not in (None, precision) and not same:
+        different = different or f"its precision is {declared} there, and {precision} on workers"
     known = expected["shapes"]
     for layout in layouts if known is not None else ():
         for parameter, shape in zip(layout.names, layout.shapes, strict=True):

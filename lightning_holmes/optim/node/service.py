@@ -89,7 +89,7 @@ class Service:
         kind = find_class(told["optimizer"], may_import=may_import)
         layouts = {index: UnitLayout.from_plain(unit) for index, unit in told["units"].items()}
         if expected is not None:
-            check_module(expected, told["module"], layouts.values())
+            check_module(expected, told["module"], told["precision"], layouts.values())
         self._elements = sum(layout.numel for layout in layouts.values())
         self._changed = threading.Condition()
         self._failure: tuple[str, str] | None = None
