@@ -2,7 +2,8 @@
 
 The rank that fails first writes what ends it to the job's store. Every rank has a thread that looks there; ranks that
 are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it. Where the process that keeps
-the store is gone there is nothing to look at, and no run goes on: every rank says so and ends.
+the store is gone there is nothing to look at, and no run goes on: every rank says so and ends. An error of the thread itself is a
+failure like any other.
 """
 
 import atexit
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.comm.stragglers import Stragglers
+from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConnectionLostError, RemoteError, UnevenDataError
 
 _KEY = "failure"
@@ -328,8 +331,24 @@ class FailureWatch:
                         return self._end_process(cause.line(self._rank))
             if self._well and not self._gone.is_set():
                 self._leave()
-        except Exception:
-            self._lose_store()
+        except Exception as error:
+            if is_lost(error):
+                self._lose_store()
+            else:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Something else went wrong in the watch: all ranks end, and this one says what it was. A run that ends anyway goes on to its end."""
+        traceback.print_exception(error)
+        if self._stop.is_set():
+            return
+        try:
+            self._tell_first(Failure(self._rank, one_line(error)))
+        except Exception as lost:
+            if not is_lost(lost):
+                raise
+        self._grace_s = _SILENCE_S  # the others read it meanwhile
+        self._end_process(f"[rank {self._rank}] ends, because its watch for failures failed: {one_line(error)}")
 
     def _leave(self) -> None:
         """Tell that rank 0's run has ended well, or, on another, that the store may go; once."""

@@ -1,6 +1,7 @@
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -161,6 +162,62 @@ def test_ranks_that_wait_for_each_other_say_that_the_store_is_gone_and_end(tmp_p
         output = workers[rank].output
         assert f"[rank {rank}] ends, because the job's store at 127.0.0.1:" in output, output
         assert "Exception raised from" not in output and len(output.splitlines()) < 10, output
+
+
+@pytest.mark.parametrize("raised", [KeyError("pace"), RuntimeError("out of range"), ConnectionError("a user's")])
+def test_an_error_in_the_watch_ends_the_rank_with_its_own_words_and_not_with_those_of_a_store_that_is_gone(
+    raised: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    monkeypatch.setattr(failure, "_SILENCE_S", 0.01)
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    store = KeptStore()
+
+    def look(**_: Any) -> None:
+        raise raised
+
+    watches = [failure.FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    watches[1].stragglers.look = look  # type: ignore[method-assign]
+    for watch in watches[::-1]:
+        watch._thread.join(60)
+    printed = capsys.readouterr().err
+    assert ended == [1, 1] and "store" not in printed.replace("self._store", ""), printed
+    assert f"[rank 1] ends, because its watch for failures failed: {one_line(raised)}\n" in printed
+    assert "in look\n    raise raised" in printed
+    assert f"[rank 0] ends, because rank 1 failed: {one_line(raised)}\n" in printed
+
+
+@pytest.mark.parametrize("kind", [dist.DistNetworkError, dist.DistStoreError])
+def test_an_error_of_the_store_in_the_watch_says_that_the_store_is_gone(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    monkeypatch.setattr(failure, "_GRACE_S", 0.01)
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+
+    class Gone(KeptStore):
+        def check(self, keys: list[str]) -> bool:
+            raise kind("Connection reset by peer")
+
+    watch = failure.FailureWatch(Gone(), rank=1, world_size=2)
+    watch._thread.join(60)
+    printed = capsys.readouterr().err
+    assert ended == [1] and "[rank 1] ends, because the job's store is gone" in printed and "Traceback" not in printed
+
+
+def test_an_error_in_the_watch_after_the_run_has_ended_well_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    store = KeptStore()
+    watch = failure.FailureWatch(store, rank=1, world_size=2)
+    monkeypatch.setattr(watch, "_leave", lambda: {}["left"])
+    watch.stop()
+    assert not watch._thread.is_alive() and ended == [] and "holmes/run/1/failure" not in store.values
+    assert "KeyError: 'left'" in capsys.readouterr().err
 
 
 def test_a_rank_that_is_in_its_run_when_rank_0_has_ended_well_goes_on() -> None:
