@@ -6,7 +6,8 @@
 
 Speeds and memory are kept by host, whatever ranks these have: launchers may number the nodes otherwise the next time. They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
 ``profile="auto"`` takes what is kept. ``"measure"`` and ``"flops"`` find them anew, and that is kept in their place. Where a rank has become slow
-in a run (comm/stragglers.py), the next start on the same hosts finds them anew, too. Only rank 0 reads and writes.
+in a run (comm/stragglers.py), the next start on the same hosts finds them anew, too; and so does one at which a short measurement finds that a host
+is not as fast beside the others as it was (:func:`tell_change`). Only rank 0 reads and writes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.cluster.measure import MAX_AGE_S, cache_folder, fingerprint, write_to_cache
 from lightning_holmes.cluster.record import MAX_TEXT
@@ -34,14 +36,19 @@ from lightning_holmes.strategy.agreement import version_facts
 from lightning_holmes.strategy.module_digest import digest_module
 from lightning_holmes.strategy.plan_request import PlanRequest
 
+CHANGE = 1.5
+"""A host's speed may change by so much beside the others' before costs that were kept count no more: short measurements on busy CPUs
+differ by less, and a straggler is told from there on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A profile, and how it came about; of each rank the work a second by which its unit is sharded, its device's memory, and the bytes a
-    second to others of its host."""
+    """A profile, and how it came about; of each rank the work a second by which its unit is sharded, what its device did in the short
+    measurement of then, its memory, and the bytes a second to others of its host."""
 
     model: ModelCost
     speeds: tuple[float, ...]
+    probed_flops_per_s: tuple[float, ...]
     memory: tuple[float, ...]
     local_bytes_per_s: tuple[float, ...]
     local_latency_s: float
@@ -92,13 +99,17 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
         with (cache_folder() / f"costs-{key}.json").open("rb") as file:
             data = json.loads(file.read(MAX_TEXT))
         at = check_number(data.pop("measured_at_s"), "measured_at_s")
-        if not 0 <= time.time() - at <= max_age_s or at <= _slow_at(topology):
+        if not 0 <= time.time() - at <= max_age_s:
+            return None
+        if at <= _slow_at(topology):
+            rank_zero_info("costs that were kept are not taken, since a rank on these hosts has become slow in a run")
             return None
         model = ModelCost.from_data(data.pop("model"))
         described = f"{data['described']}, on {time.strftime('%d %B at %H:%M', time.localtime(at))}"
         return Costs(
             model=model,
             speeds=_by_rank(data["speeds"], topology, "speeds"),
+            probed_flops_per_s=_by_rank(data["probed_flops_per_s"], topology, "probed_flops_per_s"),
             memory=_by_rank(data["memory"], topology, "memory"),
             local_bytes_per_s=_by_rank(data["local_bytes_per_s"], topology, "local_bytes_per_s"),
             local_latency_s=check_number(data["local_latency_s"], "local_latency_s"),
@@ -113,13 +124,30 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
 def save_costs(key: str, costs: Costs, topology: Topology) -> None:
     """Keep costs for the next start; a warning where that cannot be done."""
     data = asdict(costs) | {"measured_at_s": time.time()}
-    for name in ("speeds", "memory", "local_bytes_per_s"):
+    for name in ("speeds", "probed_flops_per_s", "memory", "local_bytes_per_s"):
         data[name] = {
             host.name: [data[name][rank] for rank in topology.ranks_of_host(host.name)] for host in topology.hosts
         }
     problem = write_to_cache(f"costs-{key}.json", json.dumps(data))
     if problem is not None:
         rank_zero_warn(f"measured costs are not kept: {problem}")
+
+
+def tell_change(kept: Costs, probed_flops_per_s: Sequence[float], topology: Topology) -> str | None:
+    """Who has become slower or faster beside the others than when costs were kept, by more than short measurements differ; None: nobody.
+
+    Args:
+        probed_flops_per_s: of each rank, now.
+    """
+    hosts = [host.name for _, host in topology.places()]
+    ratios = [now / then for now, then in zip(probed_flops_per_s, kept.probed_flops_per_s, strict=True)]
+    low, high = (ratios.index(extreme(ratios)) for extreme in (min, max))
+    if ratios[high] <= CHANGE * ratios[low]:
+        return None
+    return (
+        f"costs that were kept are not taken, since rank {low} on host {hosts[low]} multiplies matrices {ratios[low]:.2f} times as fast as when "
+        f"they were measured, and rank {high} on host {hosts[high]} {ratios[high]:.2f} times"
+    )
 
 
 def distrust_costs(topology: Topology) -> None:

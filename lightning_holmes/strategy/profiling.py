@@ -2,7 +2,8 @@
 
 Costs come from a profile of one or two microbatches (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
 the speed of each host from a short measurement that all ranks make at the same time, in the type that a step multiplies in; or timed by every rank
-(``profile="measure"``, and ``"auto"`` on several hosts without GPUs).
+(``profile="measure"``, and ``"auto"`` on several hosts without GPUs). What an earlier start has found is kept (kept_costs.py), and taken on several hosts
+where the short measurement gives what it gave then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.lightning_private import trainer_of
@@ -27,10 +29,11 @@ from lightning_holmes.pipeline.profile import profile_step, time_in_turn
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.strategy.kept_costs import Costs, costs_key, load_costs, save_costs
+from lightning_holmes.strategy.kept_costs import Costs, costs_key, load_costs, save_costs, tell_change
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 _ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
+_PROBES = 2  # must say that a host's speed has changed: other work passes by
 _MEASURE_S = 3.0  # of timing the layers, at the least, in all sizes of microbatches together
 LARGEST_RUN = 50_000_000
 """Parameters of a module that may be run whole on one rank for its profile."""
@@ -70,7 +73,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         return f"a step changes {structure.changed_parameters[0]} in place"
     key = costs_key(request, structure) if request.rank == 0 else None
     known = load_costs(key, request.layout.topology) if key is not None and request.profile == "auto" else None
-    if broadcast_value(known is not None):
+    if broadcast_value(known is not None) and not _has_changed(request, known):
         return known
     if request.world_size > 1:
         dist.barrier()  # so that all measure at the same time
@@ -80,11 +83,32 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     return found
 
 
+def _has_changed(request: PlanRequest, known: Costs | None) -> bool:
+    """Whether some host is not as fast beside the others as when costs were kept, which rank 0 tells. Every rank must call."""
+    if request.layout.num_hosts == 1:
+        return False
+    fastest = [0.0] * request.world_size
+    for _ in range(_PROBES):
+        dist.barrier()  # so that all measure at the same time
+        speeds: list[float] = all_gather_values(_probe(request).flops_per_s)
+        fastest = list(map(max, fastest, speeds))
+        told = None if known is None else tell_change(known, fastest, request.layout.topology)
+        if not broadcast_value(told is not None):
+            return False
+    if told is not None:
+        rank_zero_info(told)
+    return True
+
+
+def _probe(request: PlanRequest) -> DeviceSpeed:
+    seconds = _SEVERAL_HOSTS_S if request.layout.num_hosts > 1 else _ONE_HOST_S
+    return probe_device(request.device, seconds=seconds, dtype=_product_dtype(request) or torch.float32)
+
+
 def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
     several = request.layout.num_hosts > 1
     dtype = _product_dtype(request)
-    seconds = _SEVERAL_HOSTS_S if several else _ONE_HOST_S
-    speed = probe_device(request.device, seconds=seconds, dtype=dtype or torch.float32)
+    speed = _probe(request)
     how = "FLOPs counted"
     if request.profile == "measure" or (request.profile == "auto" and several and _may_be_timed(request)):
         without = "no rank has all layers of a module that is built without memory"
@@ -106,6 +130,7 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
     return Costs(
         model=found[0],
         speeds=(rates := alike_speeds([s.flops_per_s for s in speeds], request.device.type)),
+        probed_flops_per_s=tuple(s.flops_per_s for s in speeds),
         memory=tuple(s.memory_bytes for s in speeds),
         local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
         local_latency_s=max(s.local_latency_s for s in speeds),
@@ -150,6 +175,7 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
     return Costs(
         model=model,
         speeds=speeds,
+        probed_flops_per_s=tuple(entry[2].flops_per_s for entry in everyone),
         memory=tuple(entry[2].memory_bytes for entry in everyone),
         local_bytes_per_s=tuple(entry[2].local_bytes_per_s for entry in everyone),
         local_latency_s=max(entry[2].local_latency_s for entry in everyone),

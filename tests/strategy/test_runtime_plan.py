@@ -257,6 +257,7 @@ def costs_of_four() -> Costs:
     return Costs(
         model=ModelCost(unit="flops", microbatch_samples=1, layers=(LayerCost(forward=1.0, backward=2.0),) * 2),
         speeds=(1.0,) * 4,
+        probed_flops_per_s=(1.0,) * 4,
         memory=(1e9,) * 4,
         local_bytes_per_s=(1e10,) * 4,
         local_latency_s=0.0,
