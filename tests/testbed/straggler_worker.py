@@ -1,0 +1,133 @@
+"""What runs on both hosts of a testbed of which one becomes slow: a fit of twelve layers in two stages that takes snapshots, ends by SIGTERM, and
+goes on when it is started again.
+
+END=20 python straggler_worker.py FOLDER            # ends after so many steps of this start
+END=told python straggler_worker.py FOLDER          # ends when rank 0 has told of a rank that is slow
+
+Prints a line a step, and writes ``losses.RANK.ATTEMPT``, a step and its loss a line, and ``plan.RANK.ATTEMPT``.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from fault_worker import memory_of_this_host
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from training_worker import join_as_torchrun_would
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.comm import failure, stragglers
+
+LAYERS, FEATURES, ROWS, KINDS = 12, 384, 64, 16
+LOOK_S, WINDOW_S = 0.2, 8.0  # in place of a second and a minute
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """As many as are asked for, of a few kinds."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(ROWS * KINDS, FEATURES, generator=generator)
+        self.targets = torch.randn(ROWS * KINDS, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return ROWS * 100_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index % len(self.inputs)], self.targets[index % len(self.inputs)]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [self[index] for index in indices]
+
+
+class Stack(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(LAYERS))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden, target = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.mse_loss(self.head(hidden), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=ROWS)
+
+
+class Progress(Callback):
+    """Tells the steps and their losses as they are done, and on rank 0 sends its own process SIGTERM at the end."""
+
+    def __init__(self, folder: Path | None = None, attempt: str = "0", end: str = "") -> None:
+        self.folder, self.attempt, self.end = folder, attempt, end
+        self.losses: dict[int, float] = {}
+        self.paced = False
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses[trainer.global_step] = float(outputs["loss"])
+        if self.folder is None:
+            return
+        place = f"{trainer.global_rank}.{self.attempt}"
+        strategy: Any = trainer.strategy
+        if len(self.losses) == 1:
+            plan = strategy.plan
+            found = {"layers": plan.partition.layer_counts, "notes": plan.notes, "grid": plan.placement.grid}
+            (self.folder / f"plan.{place}").write_text(json.dumps(found))
+        print(f"step {len(self.losses)} of this start done at {time.monotonic():.3f} s", flush=True)
+        with (self.folder / f"losses.{place}").open("a") as file:
+            file.write(f"{trainer.global_step} {outputs['loss']:.9g}\n")
+        paces = strategy._connection.watch.stragglers
+        if not self.paced and paces._first is not None:
+            self.paced = True
+            print(f"first pace told: {paces._first:.3f} s a step", flush=True)
+        if trainer.global_rank == 0:
+            ends = paces.told if self.end == "told" else len(self.losses) == int(self.end)
+            if ends:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(progress: Progress, **options: Any) -> None:
+    seed_everything(3)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[progress],
+        **options,
+    )
+    trainer.fit(Stack())
+
+
+def main(folder: Path) -> None:
+    failure._POLL_S, stragglers._WINDOW_S = LOOK_S, WINDOW_S
+    strategy = HolmesStrategy(
+        pipeline_parallel_size=2,
+        num_microbatches=2,
+        timeout=timedelta(seconds=120),
+        snapshot_every_n_steps=100,
+        snapshot_folder=memory_of_this_host(str(folder / "memory")),
+    )
+    progress = Progress(folder, os.environ["ATTEMPT"], os.environ["END"])
+    train(progress, strategy=strategy, devices=1, num_nodes=2)
+
+
+if __name__ == "__main__":
+    join_as_torchrun_would()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
