@@ -4,11 +4,15 @@ Found by trying: a rank writes a file of an unheard-of name, and all look for it
 """
 
 import os
+import socket
 import uuid
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.errors import CheckpointError
@@ -42,11 +46,12 @@ def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[
     number = 0
     while None in of_rank:
         leader = of_rank.index(None)
-        name = f"{PROBE}-{uuid.uuid4().hex}" if rank == leader else ""
+        name = f"{_of_host()}{os.getpid()}-{uuid.uuid4().hex}" if rank == leader else ""
         problem = ""
         if rank == leader:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                _remove_former(folder)
                 (folder / name).touch()
             except OSError as error:
                 problem = f"rank {rank} cannot write to {folder}: {error}"
@@ -64,6 +69,18 @@ def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[
         of_rank = [number if o is None and s else o for o, s in zip(of_rank, seen, strict=True)]
         number += 1
     return FileSystems(of_rank=tuple(o for o in of_rank if o is not None))
+
+
+def _of_host() -> str:
+    """With what the names begin that processes of this host give."""
+    return f"{PROBE}-{zlib.crc32(socket.gethostname().encode()):08x}-"
+
+
+def _remove_former(folder: Path) -> None:
+    """Remove what processes of this host have left that were killed in between."""
+    for path in folder.glob(f"{_of_host()}*"):
+        if not psutil.pid_exists(int(path.name.split("-")[2])):
+            atomic.delete(path)
 
 
 def _sees(folder: Path, name: str) -> bool:

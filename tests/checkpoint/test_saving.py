@@ -16,7 +16,7 @@ from launch import launch
 
 from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, manager, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
-from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
+from lightning_holmes.checkpoint.file_systems import PROBE, FileSystems, _of_host, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.manifest import Manifest, missing_files
 from lightning_holmes.checkpoint.meeting import Meeting
@@ -174,6 +174,16 @@ def test_file_systems_are_found_by_trying(tmp_path: Path) -> None:
     assert {systems.of_rank for systems in found} == {(0, 1, 1, 0)}
     assert found[0].leaders == (0, 1)
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
+
+
+def test_what_a_killed_process_has_left_in_looking_for_file_systems_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as dead, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as alive:
+        dead.wait(10)
+        left = [f"{_of_host()}{pid}-ab" for pid in (dead.pid, alive.pid)] + [f"{PROBE}-00000000-{dead.pid}-ab"]
+        for name in left:
+            (tmp_path / name).touch()
+        find_file_systems(tmp_path, 0, 1, lambda value: [value])
+        assert {path.name for path in tmp_path.iterdir()} == set(left[1:])
 
 
 def test_replicas_share_the_writing() -> None:
