@@ -179,7 +179,7 @@ class SnapshotFolder:
             self._behind_since = None
 
     def note_whole(self, step: int) -> None:
-        """The snapshot of this step is whole on all hosts."""
+        """The snapshot of this step, with all that it needs, is whole on all hosts."""
         with contextlib.suppress(OSError):
             _write(self.path / _WHOLE, str(step))
 
@@ -427,9 +427,9 @@ class SnapshotManager(CheckpointManager):
             step, commit = about
             if commit is None:
                 self.whole, self.write_s = self._latest, self._writer.last_s
-            else:
+                self._folder.note_whole(step)
+            else:  # of no use without the nodes' commit: that it is not gone on from does not mean that memory was lost
                 self.beside_nodes = self._latest
-            self._folder.note_whole(step)
         self._latest = None
 
     def save_folder(self, job: Job, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:

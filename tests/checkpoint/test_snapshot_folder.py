@@ -274,6 +274,19 @@ def test_copies_are_on_another_host_and_in_another_cluster_where_there_is_one(
     assert partner_of(systems, clusters) == partners
 
 
+def test_a_snapshot_beside_nodes_that_is_of_no_use_is_not_lost(tmp_path: Path) -> None:
+    """Else an older checkpoint, from which a run does not go on bit for bit, would be taken in place of the whole snapshot before."""
+    folder = SnapshotFolder(tmp_path, _NAME, 0)
+    manager = SnapshotManager(folder, group=lambda: None, clusters=[0])
+    about = {"order": ["w"], "parameters": frozenset({"w"}), "plan": "", "assigned": frozenset(), "background": True}
+    for name in (snapshot_name(4, None), snapshot_name(6, ("run", 7))):
+        manager.save_folder(Job(), {"state_dict": {"w": torch.zeros(4)}, "global_step": 1}, folder.path / name, **about)
+    manager.settle(Job())
+    assert (manager.whole, manager.beside_nodes) == (folder.path / "4", folder.path / name)
+    folder.release()
+    assert SnapshotFolder(tmp_path, _NAME, 0).newest == 4
+
+
 def test_two_snapshots_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fit before has left goes with the first of the next one."""
     ended, folder = SnapshotFolder(tmp_path, _NAME, 0), SnapshotFolder(tmp_path, _NAME, 1)
