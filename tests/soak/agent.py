@@ -4,8 +4,7 @@
         report = Run(case, hosts, folder).go()
     report.outcome              # "well", or what is wrong: a hang, other weights, a file that stays, an end without a word
 
-The ranks are processes of this machine; each of the layout's hosts has a small memory file system of its own for snapshots, and all share
-one for checkpoints.
+The ranks are processes of this machine.
 """
 
 import contextlib
@@ -15,9 +14,7 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,11 +24,8 @@ from typing import Any
 
 import torch
 from faults import LASTS, STEPS, Case, Fault, Layout
-from launch import free_port, start_worker
-
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
-from lightning_holmes.cluster.testbed.netlink import namespace_path
-from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from launch import free_port
+from soak_hosts import Hosts
 
 TIMEOUT_S = 15.0  # of the strategy
 _LIMIT_S = 100.0  # an attempt that takes longer hangs
@@ -39,7 +33,6 @@ _LIMIT_ON_NETWORK_S = 200.0  # cards that come back, moves, and links that are c
 _FLAPS = 5
 _STEP_S = 0.2  # beside that, of each step
 _SPARED_S = 30.0  # torchrun's patience with ranks that it has sent SIGTERM
-_MEMORY = "4m"
 _ALIKE = {"partition": "uniform"}  # whatever the machine does beside
 _MORE_ATTEMPTS = 3
 _CLOSE = 1e-5  # where another layout sums in another order
@@ -47,6 +40,8 @@ _MORE_MB = 10.0  # of memory: what an allocator may keep more
 _UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
 _CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
 _MOVED = re.compile(r"what was under way was repeated; [\d.]+ s")
+_KEPT = "with what the optimizer nodes have kept"
+_REMOVED = "is removed on this host"
 _TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # said by those who were told
 
 
@@ -71,108 +66,17 @@ class Report:
     attempts: int = 0
     moves: int = 0
     """Times that groups were connected over other cards while they were used."""
+    kept: int = 0
+    """Starts that went on with what optimizer nodes had kept."""
     seconds: float = 0.0
     output: str = ""
 
     def __str__(self) -> str:
         lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
-        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.moves} moves, {self.seconds:.0f} s, lost: {lost or '-'}"
-
-
-class Hosts:
-    """The file systems of a layout, while entered."""
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self.folder, self.layout = folder, layout
-        self.seen = folder / "memory"
-        self.own = [folder / f"memory.{host}" for host in range(layout.hosts)]
-        self.checkpoints = folder / "checkpoints"
-        self.bed: Testbed | None = None
-        self._mounts = contextlib.ExitStack()
-
-    def __enter__(self) -> "Hosts":
-        self.seen.mkdir(parents=True)
-        for path in (*self.own, self.checkpoints):
-            path.mkdir()
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_MEMORY}", "soak", path], check=True, timeout=10)
-            self._mounts.callback(subprocess.run, ["umount", "-l", path], check=True, timeout=10)
-        if self.layout.clusters:
-            self.bed = self._mounts.enter_context(Testbed(_topology(self.layout), TestbedOptions()))
-        return self
-
-    def start(self, folder: Path, rank: int, layout: Layout, port: int) -> int:
-        """Start a rank on its host; its process id."""
-        env = {}
-        if self.bed is not None:
-            number = layout.host_of(rank)
-            host, ranks = self.bed.layout.hosts[number], layout.ranks_of(number)
-            env = {
-                "HOLMES_HOST_NAME": host.name,
-                "HOLMES_SYSFS_ROOT": str(self.bed.sysfs_root(host.name)),
-                "HOLMES_CACHE_DIR": str(self.folder / f"cache.{number}"),
-                "SOAK_NAMESPACE": namespace_path(host.namespace),
-                "SOAK_HOSTS_FILE": str(self.bed._hosts_file),
-                "MASTER_ADDR": self.bed.layout.hosts[0].ethernet.address,
-                "LOCAL_RANK": str(rank - ranks[0]),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "GROUP_RANK": str(number),
-            }
-        return start_worker(folder, rank, layout.size, port, env)
-
-    def switch(self, host: int, kind: str, *, up: bool) -> None:
-        """Switch a host's card of this kind, "roce" or "ethernet"."""
-        assert self.bed is not None
-        found = self.bed.layout.hosts[host]
-        (self.bed.set_up if up else self.bed.set_down)(
-            f"{found.name}.{next(nic.name for nic in found.nics if nic.kind == kind)}"
+        times = f"{self.attempts} starts, {self.moves} moves" + (
+            f", {self.kept} kept" if self.case.layout.nodes else ""
         )
-
-    def __exit__(self, *_: object) -> None:
-        self._mounts.close()
-
-    @staticmethod
-    def fill(path: Path) -> None:
-        """Leave no room."""
-        with (path / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 65536)
-
-    @staticmethod
-    def free(path: Path) -> None:
-        (path / "filler").unlink(missing_ok=True)
-
-    def lose(self, host: int) -> None:
-        """The host has been switched off."""
-        for path in self.own[host].glob("*/"):
-            shutil.rmtree(path)
-
-    def damage(self, host: int, *, cut: bool, chance: int) -> None:
-        """Cut off a file of the host's newest snapshot, or change a byte of it."""
-        steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: int(p.name))
-        files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
-        if files:
-            path = files[chance % len(files)]
-            data = bytearray(path.read_bytes())
-            place = chance % len(data)
-            data[place] ^= 0 if cut else 0xFF
-            path.write_bytes(data[:place] if cut else data)
-
-
-def _topology(layout: Layout) -> Topology:
-    """Hosts of one fast card and one for Ethernet each."""
-    nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
-    each = layout.hosts // layout.clusters
-    return Topology(
-        clusters=tuple(
-            Cluster(
-                name=name,
-                hosts=tuple(
-                    Host(name=f"{name}{n}", devices=layout.size // layout.hosts, nics=nics) for n in range(each)
-                ),
-            )
-            for name in "abcd"[: layout.clusters]
-        )
-    )
+        return f"{self.case} -> {self.outcome}; {times}, {self.seconds:.0f} s, lost: {lost or '-'}"
 
 
 class Attempt:
@@ -200,8 +104,14 @@ class Attempt:
         (self.folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", payload)))
         port = free_port()
         self.pids = {}
+        run.nodes.start()
+        # as torchrun that has restarts left
+        env = run.nodes.environment | {
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+            "TORCHELASTIC_MAX_RESTARTS": "99",
+        }
         for rank in range(size):
-            self.pids[rank] = run.hosts.start(self.folder, rank, self.layout, port)
+            self.pids[rank] = run.hosts.start(self.folder, rank, self.layout, port, env)
         began = time.monotonic()
         limit_s = _limit_s(self.layout) + len(self.faults) * 5.0
         first_end: float | None = None
@@ -274,6 +184,15 @@ class Attempt:
             self._signal(signal.SIGKILL, [fault.rank])
         elif kind in ("kill host", "lose host"):
             self._signal(signal.SIGKILL, fellows)
+            for node in range(self.layout.nodes if self.layout.nodes_beside and host == 0 else 0):
+                self.run.nodes.signal(signal.SIGKILL, node)
+        elif kind == "kill node":
+            self.run.nodes.signal(signal.SIGKILL, fault.rank % self.layout.nodes)
+        elif kind in ("stop node", "hang node"):
+            node = fault.rank % self.layout.nodes
+            self.run.nodes.signal(signal.SIGSTOP, node)
+            if kind == "stop node":
+                self._later.append((now + fault.seconds, lambda: self.run.nodes.signal(signal.SIGCONT, node)))
         elif kind in ("SIGTERM", "hosts return"):
             self._signal(signal.SIGTERM, fellows if kind == "SIGTERM" else everyone)
         elif kind == "SIGINT":
@@ -306,6 +225,8 @@ class Attempt:
             elif struck.fault.kind in ("kill and tear", "kill and flip"):
                 chance = self.run.case.seed * 7919
                 self.run.hosts.damage(host, cut=struck.fault.kind == "kill and tear", chance=chance)
+            elif struck.fault.kind == "hang node":
+                self.run.nodes.signal(signal.SIGKILL, struck.fault.rank % self.layout.nodes)
 
     def output(self, rank: int) -> str:
         return (self.folder / f"log{rank}").read_text(errors="replace")
@@ -316,8 +237,8 @@ class Attempt:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
-    def wrong(self) -> str:
-        """What may not be, however the attempt ended."""
+    def wrong(self, before: Sequence["Attempt"]) -> str:
+        """What may not be, however the attempt ended. A bit that has changed in an attempt ``before`` ends one by what it finds."""
         if self.hung:
             return f"ranks {self.hung} hang in attempt {self.number}"
         together = any(_TOGETHER.search(self.output(rank)) for rank in self.codes)
@@ -327,9 +248,16 @@ class Attempt:
                 return f"rank {rank} ended by signal {-code} in attempt {self.number}"
             if code > 0 and not _CLEAR.search(told) and not together:
                 return f"rank {rank} ended with {code} and without a word in attempt {self.number}"
-        if not self.struck and not self.is_done:
+        found = any(_REMOVED in self.output(rank) for rank in self.codes)
+        has_found = found and any(s.fault.kind == "kill and flip" for attempt in before for s in attempt.struck)
+        if not self.struck and not self.is_done and not has_found:
             return f"attempt {self.number} ended without a fault"
-        return ""
+        wrong = self.run.nodes.wrong(
+            is_done=self.is_done,
+            was_interrupted=any(s.fault.kind.startswith("SIGINT") for s in self.struck),
+            rank_0_was_well=self.codes[0] == 0,
+        )
+        return f"{wrong} in attempt {self.number}" if wrong else ""
 
 
 class Run:
@@ -337,6 +265,7 @@ class Run:
 
     def __init__(self, case: Case, hosts: Hosts, folder: Path) -> None:
         self.case, self.hosts, self.folder = case, hosts, folder
+        self.nodes = hosts.nodes(folder)
         layout = case.layout
         self.options = layout.options | {
             "snapshots": str(hosts.seen),
@@ -352,6 +281,10 @@ class Run:
     def go(self, expect: Callable[[Layout], "Expected"]) -> Report:
         """Start the job until it has ended well, and compare with a run without faults, which ``expect`` gives."""
         expect(self.case.layout)  # while all cards are up
+        with self.nodes:
+            return self._go(expect)
+
+    def _go(self, expect: Callable[[Layout], "Expected"]) -> Report:
         report, began = Report(self.case), time.monotonic()
         attempts: list[Attempt] = []
         planned: Iterator[tuple[Fault, ...]] = iter(self.case.attempts)
@@ -360,8 +293,9 @@ class Run:
             attempts.append(attempt)
             attempt.go()
             attempt.after_end()
-            if attempt.wrong():
-                report.outcome = attempt.wrong()
+            wrong = attempt.wrong(attempts[:-1])
+            if wrong:
+                report.outcome = wrong
             if attempt.is_done:
                 break
         else:
@@ -372,6 +306,7 @@ class Run:
         report.attempts, report.seconds = len(attempts), time.monotonic() - began
         report.struck = [struck for attempt in attempts for struck in attempt.struck]
         report.moves = sum(len(_MOVED.findall(attempt.output(0))) for attempt in attempts)
+        report.kept = sum(_KEPT in attempt.output(0) for attempt in attempts)
         self._time(attempts)
         if report.outcome != "well":
             report.output = "\n".join(
@@ -379,6 +314,7 @@ class Run:
                 for a in attempts
                 for rank in a.codes
             )
+            report.output += "\n" + self.nodes.output()
         return report
 
     def _compare(self, attempts: list[Attempt], expect: Callable[[Layout], "Expected"]) -> str:
@@ -485,12 +421,14 @@ def expected_of(layout: Layout, hosts: Hosts, folder: Path) -> Expected:
     (folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", options)))
     port = free_port()
     ranks = range(layout.size)
-    for rank in ranks:
-        hosts.start(folder, rank, layout, port)
-    end = time.monotonic() + _limit_s(layout)
-    while not all((folder / f"exit{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end, f"{layout.name} does not end without faults"
-        time.sleep(0.02)
+    with hosts.nodes(folder) as nodes:
+        nodes.start()
+        for rank in ranks:
+            hosts.start(folder, rank, layout, port, nodes.environment)
+        end = time.monotonic() + _limit_s(layout)
+        while not all((folder / f"exit{rank}").exists() for rank in ranks):
+            assert time.monotonic() < end, f"{layout.name} does not end without faults"
+            time.sleep(0.02)
     codes = [int((folder / f"exit{rank}").read_text()) for rank in ranks]
     assert not any(codes), "".join((folder / f"log{rank}").read_text() for rank in ranks)
     found = [losses(folder, rank) for rank in ranks]

@@ -4,6 +4,7 @@
     case.layout, case.attempts          # for each start of the job the faults that strike it
     draw_on_network(17)                 # the same on hosts of the testbed, whose cards and links fail, too
     draw_elastic(17)                    # hosts are away at a restart, and come back
+    draw_beside_nodes(17)               # optimizer nodes outlive the workers, and are lost, too
 
 A moment is a place in a rank's code and how often the rank has come there; ``delay_s`` later (0: exactly there, while the rank waits) the
 fault strikes. So a seed replays its faults, whatever the machine does beside.
@@ -32,19 +33,26 @@ PLACES = {
 }
 """Where a fault can strike, and how often a rank comes there in a run at the most."""
 PLACES_ON_NETWORK = PLACES | {"gather": STEPS}
+PLACES_BESIDE_NODES = PLACES | {"fetch": 4 * STEPS, "push": 2 * STEPS, "commit": STEPS}
+"""Where a worker's own gradient, or as a speaker that of its cluster, is about to be sent, and so on."""
 USERS_CODE = ("batch", "forward", "optimizer", "validation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Ranks, and how they train. ``hosts``: so many parts of the ranks have a snapshot folder each. ``clusters``: of the testbed, in which
-    each host has a fast card and Ethernet; 0: the network is the machine's own."""
+    each host has a fast card and Ethernet; 0: the network is the machine's own. ``nodes``: optimizer nodes that outlive the workers.
+    ``nodes_beside``: they are on the first host; else on one of their own. ``sites``: the cluster of each host, as HOLMES_CLUSTER says; nodes
+    are in the first one's."""
 
     size: int
     hosts: int
     name: str
     options: dict[str, Any]
     clusters: int = 0
+    nodes: int = 0
+    nodes_beside: bool = False
+    sites: tuple[str, ...] = ()
 
     def on(self, hosts: int) -> "Layout":
         """The same on so many of the hosts."""
@@ -57,6 +65,11 @@ class Layout:
     @property
     def uses_fast_cards(self) -> bool:
         return 0 < self.clusters < self.hosts
+
+    @property
+    def is_eager(self) -> bool:
+        """Nodes update layers before the step."""
+        return self.nodes > 0 and "clip" not in self.options
 
     def host_of(self, rank: int) -> int:
         return rank * self.hosts // self.size
@@ -133,6 +146,52 @@ ELASTIC = (
 )
 
 
+def _with_nodes(count: int, pipeline: int = 1, **options: Any) -> dict[str, Any]:
+    return {
+        "optimizer_nodes": count,
+        "pipeline_parallel_size": pipeline,
+        "num_chunks": 4 // pipeline,
+        "schedule": "auto",
+        "gradient_sync": "star",
+        "bucket_bytes": "auto",
+        "keep_parameters": False,
+    } | options
+
+
+BESIDE_NODES = (
+    Layout(  # they go on with what the node has kept
+        size=2,
+        hosts=2,
+        name="two replicas, a node",
+        options={"strategy": _with_nodes(1), "clip": 0.05, "each_step": True},
+        nodes=1,
+    ),
+    Layout(
+        size=2,
+        hosts=2,
+        name="two replicas, a node that updates before the step, on disk",
+        options={"strategy": _with_nodes(1), "each_step": True, "states_on_disk": True},
+        nodes=1,
+    ),
+    Layout(
+        size=2,
+        hosts=2,
+        name="two stages, two nodes on the first host",
+        options={"strategy": _with_nodes(2, 2), "clip": 0.05},
+        nodes=2,
+        nodes_beside=True,
+    ),
+    Layout(
+        size=4,
+        hosts=2,
+        name="two clusters, of which one speaks by one worker",
+        options={"strategy": _with_nodes(1, gradient_sync="aggregator"), "clip": 0.05, "each_step": True},
+        nodes=1,
+        sites=("a", "b"),
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """``rank`` comes to ``place`` for the ``count``-th time, and ``delay_s`` later ``kind`` strikes.
@@ -142,7 +201,8 @@ class Fault:
     checkpoints (no room there for ``seconds``), kill and tear (the newest snapshot of the rank's host is cut off afterwards), kill and flip (likewise a
     byte of it is another one); on a network, of the rank's host: card (the fast one is down for ``seconds``), card for good (until the job has
     ended), card flaps (it is down and up for ``seconds``, five times), cut (its Ethernet, for ``seconds``), cut for long (for longer than the
-    timeout). hosts return: all ranks get SIGTERM, as torchrun ends them to start more.
+    timeout). hosts return: all ranks get SIGTERM, as torchrun ends them to start more. kill node (one by the rank's number), stop node, hang node: what
+    is said of ranks, of an optimizer node.
     """
 
     kind: str
@@ -176,6 +236,7 @@ KINDS = {
 KINDS_OF_CARDS = {"card": 10, "card for good": 3, "card flaps": 5}
 KINDS_OF_LINKS = {"cut": 5, "cut for long": 2}
 KINDS_OF_HOSTS = {"hosts return": 1}
+KINDS_OF_NODES = {"kill node": 5, "stop node": 2, "hang node": 1}
 _SECONDS = {"card": (0.5, 20.0), "card flaps": (0.3, 6.5), "cut": (1.0, 5.0), "cut for long": (25.0, 30.0)}
 
 
@@ -214,6 +275,13 @@ def draw_on_network(seed: int) -> Case:
     return _draw_case(chance, seed, layout, kinds, PLACES_ON_NETWORK)
 
 
+def draw_beside_nodes(seed: int) -> Case:
+    """The case of a seed with optimizer nodes that outlive the workers."""
+    chance = random.Random(seed)
+    layout = chance.choice(BESIDE_NODES)
+    return _draw_case(chance, seed, layout, KINDS | KINDS_OF_NODES, PLACES_BESIDE_NODES)
+
+
 def draw_elastic(seed: int) -> Case:
     """The case of a seed in which a host is lost, or told to leave, is not there at the next start, and may come back."""
     chance = random.Random(seed)
@@ -247,8 +315,10 @@ def _draw_case(chance: random.Random, seed: int, layout: Layout, kinds: dict[str
 def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], counts: dict[str, int]) -> Fault:
     kind = chance.choices(list(kinds), weights=list(kinds.values()))[0]
     places = [p for p in counts if (layout.hosts > 1 or p != "copy") and (layout.is_sharded or p != "gather")]
+    if layout.is_eager:  # which a hook before the step would undo
+        places.remove("optimizer")
     if kind == "raise":
-        places = list(USERS_CODE)
+        places = [p for p in places if p in USERS_CODE]
     elif kind.startswith("full"):
         places = ["batch", "forward", "snapshot", "checkpoint"]
     place = chance.choice(places)

@@ -1,0 +1,131 @@
+"""The hosts of a job of the soak: each has a small memory file system of its own for snapshots, and all share one for checkpoints.
+
+with Hosts(folder, layout) as hosts:
+    pid = hosts.start(folder / "attempt0", 1, layout, port, {})     # of rank 1
+    hosts.lose(1)
+"""
+
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+
+from faults import Layout
+from launch import start_worker
+from soak_nodes import Nodes
+
+from lightning_holmes.checkpoint.snapshots import read_name
+from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from lightning_holmes.cluster.testbed.netlink import namespace_path
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+
+_MEMORY = "4m"
+
+
+class Hosts:
+    """The file systems of a layout, while entered."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.folder, self.layout = folder, layout
+        self.seen = folder / "memory"
+        self.own = [folder / f"memory.{host}" for host in range(layout.hosts)]
+        self.checkpoints = folder / "checkpoints"
+        self.bed: Testbed | None = None
+        self._mounts = contextlib.ExitStack()
+
+    def __enter__(self) -> "Hosts":
+        self.seen.mkdir(parents=True)
+        for path in (*self.own, self.checkpoints):
+            path.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_MEMORY}", "soak", path], check=True, timeout=10)
+            self._mounts.callback(subprocess.run, ["umount", "-l", path], check=True, timeout=10)
+        if self.layout.clusters:
+            self.bed = self._mounts.enter_context(Testbed(_topology(self.layout), TestbedOptions()))
+        return self
+
+    def nodes(self, folder: Path) -> Nodes:
+        """The layout's optimizer nodes, none of which is started yet."""
+        return Nodes(folder, self.layout, memory=(self.seen, self.own[0]) if self.layout.nodes_beside else None)
+
+    def start(self, folder: Path, rank: int, layout: Layout, port: int, environment: dict[str, str]) -> int:
+        """Start a rank on its host; its process id."""
+        env = dict(environment)
+        number = layout.host_of(rank)
+        ranks = layout.ranks_of(number)
+        if layout.sites:
+            env |= {
+                "HOLMES_HOST_NAME": f"host{number}",
+                "HOLMES_CLUSTER": layout.sites[number],
+                "LOCAL_RANK": str(rank - ranks[0]),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                "GROUP_RANK": str(number),
+            }
+        if self.bed is not None:
+            host = self.bed.layout.hosts[number]
+            env |= {
+                "HOLMES_HOST_NAME": host.name,
+                "HOLMES_SYSFS_ROOT": str(self.bed.sysfs_root(host.name)),
+                "HOLMES_CACHE_DIR": str(self.folder / f"cache.{number}"),
+                "SOAK_NAMESPACE": namespace_path(host.namespace),
+                "SOAK_HOSTS_FILE": str(self.bed._hosts_file),
+                "MASTER_ADDR": self.bed.layout.hosts[0].ethernet.address,
+                "LOCAL_RANK": str(rank - ranks[0]),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                "GROUP_RANK": str(number),
+            }
+        return start_worker(folder, rank, layout.size, port, env)
+
+    def switch(self, host: int, kind: str, *, up: bool) -> None:
+        """Switch a host's card of this kind, "roce" or "ethernet"."""
+        assert self.bed is not None
+        found = self.bed.layout.hosts[host]
+        (self.bed.set_up if up else self.bed.set_down)(
+            f"{found.name}.{next(nic.name for nic in found.nics if nic.kind == kind)}"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._mounts.close()
+
+    @staticmethod
+    def fill(path: Path) -> None:
+        """Leave no room."""
+        with (path / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65536)
+
+    @staticmethod
+    def free(path: Path) -> None:
+        (path / "filler").unlink(missing_ok=True)
+
+    def lose(self, host: int) -> None:
+        """The host has been switched off."""
+        for path in self.own[host].glob("*/"):
+            shutil.rmtree(path)
+
+    def damage(self, host: int, *, cut: bool, chance: int) -> None:
+        """Cut off a file of the host's newest snapshot, or change a byte of it."""
+        steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: (read_name(p.name) or (0,))[0])
+        files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
+        if files:
+            path = files[chance % len(files)]
+            data = bytearray(path.read_bytes())
+            place = chance % len(data)
+            data[place] ^= 0 if cut else 0xFF
+            path.write_bytes(data[:place] if cut else data)
+
+
+def _topology(layout: Layout) -> Topology:
+    """Hosts of one fast card and one for Ethernet each."""
+    nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
+    each = layout.hosts // layout.clusters
+    return Topology(
+        clusters=tuple(
+            Cluster(
+                name=name,
+                hosts=tuple(
+                    Host(name=f"{name}{n}", devices=layout.size // layout.hosts, nics=nics) for n in range(each)
+                ),
+            )
+            for name in "abcd"[: layout.clusters]
+        )
+    )
