@@ -32,6 +32,7 @@ from lightning_holmes.plan.node_routes import near_addresses
 
 _START_S = 120.0  # a node imports torch and this package
 _COME_S = 1800.0  # it may be started later than rank 0
+_SHARE = 0.8  # of the time for which other ranks wait for rank 0: they are told what rank 0 has waited for
 EVERYWHERE = ""
 """Among a node's addresses, by the host of a worker: the one for all other hosts."""
 
@@ -80,11 +81,11 @@ class OptimizerNodes:
         self._num_sessions = 0
         self._registry: _Registry | None = None
         if is_rank_0:
+            wait_s = _SHARE * (_COME_S if self._timeout_s is None else self._timeout_s)
             if given is None:
-                self._registry = _Registry("127.0.0.1", secrets.token_hex(32), count, wait_s=_START_S)
+                self._registry = _Registry("127.0.0.1", secrets.token_hex(32), count, wait_s=min(_START_S, wait_s))
             else:
                 port = int(os.environ.get(PORT, DEFAULT_PORT))
-                wait_s = _COME_S if self._timeout_s is None else self._timeout_s
                 self._registry = _Registry(master or "127.0.0.1", given, count, port=port, wait_s=wait_s)
             weakref.finalize(self, self._registry.end)
             if given is None:

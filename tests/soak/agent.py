@@ -255,7 +255,7 @@ class Attempt:
         wrong = self.run.nodes.wrong(
             is_done=self.is_done,
             was_interrupted=any(s.fault.kind.startswith("SIGINT") for s in self.struck),
-            rank_0_was_well=self.codes[0] == 0,
+            rank_0_was_well=steps_of(self.layout) in losses(self.folder, 0),
         )
         return f"{wrong} in attempt {self.number}" if wrong else ""
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,25 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
     if what == "disk":
         assert torch.load(tmp_path / "before.ckpt", weights_only=False)["global_step"] == 1
         assert not list(tmp_path.glob("states/*")), "what a node leaves behind"
+
+
+def test_a_node_that_does_not_come_is_named_as_the_reason(tmp_path: Path) -> None:
+    """Not that one of them is late: the others wait for rank 0 no longer than for anything."""
+    strategy = {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "timeout": timedelta(seconds=5)}
+    strategy |= {"num_chunks": 4, "schedule": "auto", "gradient_sync": "auto", "bucket_bytes": "auto"}
+    port = free_port()
+    workers = launch_raw(
+        2,
+        "snapshot_cases:train",
+        {"folder": str(tmp_path), "name": "alone", "strategy": strategy},
+        timeout_s=90,
+        folder=tmp_path,
+        environment=lambda rank: {"HOLMES_NODE_SECRET": "known to both", "HOLMES_NODE_PORT": str(port)},
+    )
+    for worker, said in zip(
+        workers, ("HolmesError: 0 of 1 optimizer nodes have come", "the same HolmesError as rank 0"), strict=True
+    ):
+        assert worker.exit_code == 1 and said in worker.output, worker.output
 
 
 def run_beside_a_node(
