@@ -92,6 +92,20 @@ class Stack(LightningModule):
         return DataLoader(data, batch_size=8 // parts, sampler=range(part, len(data), parts))
 
 
+class Evaluated(Stack):
+    """It is validated after each epoch."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.wait_in("validation_step")
+        hidden, target = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        self.log("val", nn.functional.mse_loss(self.head(hidden), target), sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
 class Progress(Callback):
     """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times;
     after step KILLED_AT + 1 of a process that is alone, if it ``grows``, until that is told to end."""
@@ -99,6 +113,12 @@ class Progress(Callback):
     def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0, *, grows: bool = False) -> None:
         self.folder, self.attempt, self.moves, self.grows = folder, attempt, moves, grows
         self.losses: dict[int, float] = {}
+        self.values: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.values[trainer.global_step] = float(trainer.callback_metrics["val"])
+        if self.folder is not None:
+            (self.folder / f"values.{trainer.global_rank}").write_text(json.dumps(self.values))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self.losses[trainer.global_step] = float(outputs["loss"])
@@ -130,6 +150,7 @@ def train(
     folder: Path | None = None,
     resume: bool = False,
     data: CountedDataModule | None = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> None:
     """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
@@ -149,18 +170,20 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(Stack(kill=kill, waits=waits), datamodule=data, ckpt_path="last" if resume else None)
+    module = (Evaluated if evaluates else Stack)(kill=kill, waits=waits)
+    trainer.fit(module, datamodule=data, ckpt_path="last" if resume else None)
 
 
-def write_when_the_link_is_cut() -> None:
-    """The second time that this process writes last.ckpt it waits until its Ethernet, which it asks somebody to cut, is down."""
+def write_when_the_link_is_cut(card: str = "eth0", count: int = 4, word: str = "writing") -> None:
+    """The second time that this process writes last.ckpt, each time after the file of its epoch, it waits until its Ethernet, which it asks
+    somebody to cut, is down; or another card, when it writes for the ``count``-th time."""
     write, written = saving.write_part, []
 
     def wait_and_write(*args: Any) -> Any:
         written.append(args)
-        if len(written) == 4:  # each time after the file of its epoch
-            print("writing", flush=True)
-            while psutil.net_if_stats()["eth0"].isup:
+        if len(written) == count:
+            print(word, flush=True)
+            while psutil.net_if_stats()[card].isup:
                 time.sleep(0.01)
         return write(*args)
 
@@ -183,6 +206,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
+    if os.environ["RANK"] == "1" and options.get("waits", [None])[0] == "writing":
+        write_when_the_link_is_cut(options["waits"][1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
     snapshots = {}
     if "snapshots" in options:
         every = options.get("every", 1)
@@ -204,6 +229,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         waits=options.get("waits") if os.environ["RANK"] == "1" else None,
         folder=folder,
         resume=attempt != "0" and not snapshots,
+        evaluates=options.get("evaluates", False),
         data=Counted(4) if options.get("grows") else None,
         strategy=strategy,
         devices=options.get("devices", 1),

@@ -21,6 +21,7 @@ from launch import forked_executable, forked_python
 
 from lightning_holmes import checkpoint
 from lightning_holmes.checkpoint.loading import load_folder
+from lightning_holmes.checkpoint.manifest import missing_files
 from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 
@@ -30,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 GROWING = ("num_nodes", "grows", "every")
-MOVING = ("waits", "repeats", "moves", "sharded_optimizer", "monitor")
+MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor")
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(
@@ -47,6 +48,13 @@ def plain(*, counted: bool = False) -> dict[int, float]:
     train(progress, devices=1, data=Counted(8) if counted else None)
     assert sorted(progress.losses) == list(range(1, STEPS + 1))
     return progress.losses
+
+
+def plain_values() -> dict[int, float]:
+    """Likewise of its validations."""
+    progress = Progress()
+    train(progress, devices=1, evaluates=True)
+    return progress.values
 
 
 def losses(folder: Path, rank: int, attempt: int = 0) -> dict[int, float]:
@@ -329,6 +337,8 @@ CARDS: dict[str, dict[str, Any]] = {
         "hook": "on_before_optimizer_step",
         "sharded_optimizer": True,
     },
+    "a validation": {"pipeline": 2, "hook": "validation_step", "evaluates": True},
+    "a checkpoint's writing": {"pipeline": 2, "hook": "writing"},
 }
 
 
@@ -366,3 +376,10 @@ def test_a_fast_card_that_goes_down_in_mid_step_costs_seconds_and_nothing_else(c
         assert [set(fault["groups"].values()) == {"gloo on eth0"} for fault in faults] == [True, False], faults
     known = [losses(tmp_path, rank) for rank in range(2)]
     assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
+    assert_last_checkpoint_is_whole(tmp_path, STEPS)
+    saved = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
+    assert saved and not any(missing_files(path) for path in saved), saved
+    if "evaluates" in options:
+        for rank in range(2):
+            values = json.loads((tmp_path / f"values.{rank}").read_text())
+            assert {int(step): value for step, value in values.items()} == pytest.approx(plain_values(), rel=1e-5)
