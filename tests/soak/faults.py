@@ -279,7 +279,8 @@ def draw_beside_nodes(seed: int) -> Case:
     """The case of a seed with optimizer nodes that outlive the workers."""
     chance = random.Random(seed)
     layout = chance.choice(BESIDE_NODES)
-    return _draw_case(chance, seed, layout, KINDS | KINDS_OF_NODES, PLACES_BESIDE_NODES)
+    case = _draw_case(chance, seed, layout, KINDS | KINDS_OF_NODES, PLACES_BESIDE_NODES)
+    return replace(case, every=3 * case.every - 1)  # between two there are some beside nodes
 
 
 def draw_elastic(seed: int) -> Case:
