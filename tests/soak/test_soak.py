@@ -1,5 +1,6 @@
 """The short form of the soak: a few cases of the injector, and that a seed gives the same faults again. `make soak` is the long form."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from faults import (
     PLACES,
     PLACES_BESIDE_NODES,
     PLACES_ON_NETWORK,
+    STEPS,
     Case,
     Fault,
     draw,
@@ -89,19 +91,32 @@ def test_runs_with_faults_end_as_one_without(case: Case, tmp_path: Path) -> None
     assert len(report.struck) == len(case.attempts)
 
 
-def test_a_node_that_outlives_a_worker_and_is_killed_itself(tmp_path: Path) -> None:
-    """The workers go on from what it has kept, and then, with a new one, from their snapshot; bit for bit. Baseline: as above."""
-    case = Case(
-        seed=0,
-        layout=BESIDE_NODES[0],
-        every=3,
-        attempts=(
-            (
-                Fault(kind="kill", rank=1, place="push", count=26),
-            ),  # its third layer of step 7, after a snapshot beside nodes
-            (Fault(kind="kill node", rank=0, place="commit", count=2),),
-        ),
-    )
-    report = soak(case, tmp_path / "job")
+def test_a_card_that_is_lost_and_comes_back_costs_no_start(tmp_path: Path) -> None:
+    """Baseline: as above."""
+    layout = replace(NETWORKS[0], options=NETWORKS[0].options | {"steps": STEPS, "pace_s": 0.0})
+    down = Fault(kind="card", rank=1, place="forward", count=20, seconds=8.0)
+    report = soak(Case(seed=0, layout=layout, every=3, attempts=((down,),)), tmp_path / "job")
     assert report.outcome == "well", f"{report}\n{report.output}"
-    assert (len(report.struck), report.attempts, report.kept) == (2, 3, 1), f"{report}"
+    assert (len(report.struck), report.attempts) == (1, 1) and report.moves, f"{report}"
+
+
+_BESIDE_NODES = {
+    "a node is killed, too": (
+        BESIDE_NODES[0],
+        (Fault(kind="kill", rank=1, place="push", count=26),),  # a layer of step 7, after a snapshot beside nodes
+        (Fault(kind="kill node", rank=0, place="commit", count=2),),
+    ),
+    "a worker that speaks for its cluster": (
+        BESIDE_NODES[3],
+        (Fault(kind="kill", rank=3, place="push", count=11),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _BESIDE_NODES)
+def test_a_node_that_outlives_a_worker(name: str, tmp_path: Path) -> None:
+    """The workers go on from what it has kept, and, where it is lost itself, from their snapshot with a new one; bit for bit. Baseline: as above."""
+    layout, *attempts = _BESIDE_NODES[name]
+    report = soak(Case(seed=0, layout=layout, every=3, attempts=tuple(attempts)), tmp_path / "job")
+    assert report.outcome == "well", f"{report}\n{report.output}"
+    assert (len(report.struck), report.attempts, report.kept) == (len(attempts), len(attempts) + 1, 1), f"{report}"
