@@ -16,6 +16,7 @@ import torch
 from covering import selected
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Tied
 from torch import Tensor, nn
@@ -208,6 +209,7 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
     found = run_given(payload)
     if size == 2:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
+        found["learning rates"] = find_rates(Path(name), with_nodes(1))
     if size == 1:
         found |= run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)}
         found |= {f"raises in {where}": save_on_exception(Path(name), where, with_nodes(1)) for where in RAISES}
@@ -306,6 +308,16 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
             )
             found[f"{source} to {target}"] = state_of(module)
     return found
+
+
+def find_rates(folder: Path, strategy: HolmesStrategy | None = None) -> dict[str, Any]:
+    """What Tuner.lr_find tries on a module, which is trained afterwards from its first weights."""
+    module, trainer = build("adamw"), make_trainer(folder, strategy=strategy)
+    module.lr = 0.01
+    found = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=6, early_stop_threshold=None)
+    assert found is not None
+    trainer.fit(module, datamodule=Data())
+    return {"losses": found.results["loss"], "rate": module.lr, "weights": state_of(module)}
 
 
 def run_eager_and_deferred(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from optimizer_node_cases import (
     Case,
     Data,
     build,
+    find_rates,
     make_trainer,
     run_scaled,
     save_on_exception,
@@ -124,6 +125,16 @@ def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit
     for eager, deferred, aggregated in found[f"eager and deferred {optimizer}"]:
         assert all(torch.equal(eager[name], deferred[name]) for name in deferred)
         assert all(torch.equal(eager[name], aggregated[name]) for name in eager)
+
+
+@pytest.mark.xdist_group("optimizer_nodes")
+def test_a_search_for_a_learning_rate_leaves_the_module_as_it_was(folder: Path, found: Records) -> None:
+    """Of the losses Lightning takes those of the first replica's half of each batch, as under DDP."""
+    expected, ranks = find_rates(folder), found["learning rates"]
+    assert len(ranks[0]["losses"]) == len(expected["losses"])
+    for rank in ranks:
+        assert rank["rate"] == expected["rate"]
+        assert_same(rank["weights"], expected["weights"])
 
 
 @pytest.mark.xdist_group("optimizer_nodes")
