@@ -190,6 +190,9 @@ class FailureWatch:
 
     def keep_links(self, peers: Collection[str]) -> None:
         """Have connections with these addresses of hosts go on soon after a link has been cut."""
+        if self._links is not None:
+            self._links.stop()
+            self._links = None
         if peers:
             self._links = Links(peers, kept_s=2 * (self._timeout_s or _KEPT_S))
 

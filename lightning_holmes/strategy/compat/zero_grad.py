@@ -1,6 +1,6 @@
 """Refuses an ``optimizer_zero_grad`` that leaves gradients: plain Lightning adds the next batch's to them, and a run here begins anew with each batch.
 
-with RefusesKeptGradients(module, run.lifted): ...
+with RefusesKeptGradients(module, True, run.lifted): ...
 """
 
 from collections.abc import Callable
