@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ class Counted(CountedDataModule):
         return DataLoader(Noisy(0.0), batch_size=4)
 
 
+def snapshots_in(memory: str | Path) -> list[Path]:
+    """The whole ones of a job's first fit, the oldest first."""
+    found = (path for path in Path(memory).glob("*/fit-0/*") if path.name.isdigit())
+    return sorted(found, key=lambda path: int(path.name))
+
+
 class Net(LightningModule):
     def __init__(self, kill: dict[str, Any], in_step: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -92,6 +99,10 @@ class Net(LightningModule):
         self.end_process()
 
     def end_process(self) -> None:
+        end = time.monotonic() + 60
+        while "memory" in self.kill and len(snapshots_in(self.kill["memory"])) < 2:  # the last one is being written
+            assert time.monotonic() < end
+            time.sleep(0.01)
         os.kill(os.getpid(), getattr(signal, self.kill.get("signal", "SIGKILL")))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from launch import Worker, launch_raw
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
-from snapshot_cases import STEPS, Net, Noisy
+from snapshot_cases import STEPS, Net, Noisy, snapshots_in
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
@@ -111,10 +111,9 @@ def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_pat
     _, expected = whole(2, pipeline_parallel_size=2)
     memory, strategy = tmp_path / "memory", {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 3}
     options = {"strategy": strategy, "snapshots": str(memory)}
-    job(2, tmp_path, "killed", codes={1, -signal.SIGKILL}, kill={"rank": 1, "step": 12}, **options)
-    *_, older, newest = sorted(
-        (path for path in memory.glob("*/fit-0/*") if path.name.isdigit()), key=lambda path: int(path.name)
-    )
+    kill = {"rank": 1, "step": 12, "memory": str(memory)}
+    job(2, tmp_path, "killed", codes={1, -signal.SIGKILL}, kill=kill, **options)
+    *_, older, newest = snapshots_in(memory)
     part = newest / "__1_0.distcp"
     data = bytearray(part.read_bytes())
     if damage == "cut off":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launch import forked_python
-from straggler_worker import LAYERS, Progress, train
+from slow_host_worker import LAYERS, Progress, train
 
 from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
@@ -64,7 +64,7 @@ class Job:
 
     def start(self, end: str, echo: Callable[[str, str], None] | None = None) -> Start:
         attempt = len(self.starts)
-        worker = Path(__file__).with_name("straggler_worker.py")
+        worker = Path(__file__).with_name("slow_host_worker.py")
         results: dict[str, HostResult] = self.bed.run(
             [*forked_python(), str(worker), str(self.folder)],
             env={"ATTEMPT": str(attempt), "END": end},

@@ -1,8 +1,8 @@
 """What runs on both hosts of a testbed of which one becomes slow: a fit of twelve layers in two stages that takes snapshots, ends by SIGTERM, and
 goes on when it is started again.
 
-END=20 python straggler_worker.py FOLDER            # ends after so many steps of this start
-END=told python straggler_worker.py FOLDER          # ends when rank 0 has told of a rank that is slow
+END=20 python slow_host_worker.py FOLDER            # ends after so many steps of this start
+END=told python slow_host_worker.py FOLDER          # ends when rank 0 has told of a rank that is slow
 
 Prints a line a step, and writes ``losses.RANK.ATTEMPT``, a step and its loss a line, and ``plan.RANK.ATTEMPT``.
 """
