@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -41,6 +42,12 @@ def main(args: list[str]) -> None:
         "--master-addr",
         default=os.environ.get("MASTER_ADDR"),
         help="the host of rank 0, or several with commas, where it may come again on another; default MASTER_ADDR",
+    )
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST[:PORT]", help="as torchrun takes it: its host, in place of --master-addr"
+    )
+    parser.add_argument(
+        "--master-port", type=int, help="as torchrun takes it; nodes do not come there, but to --port, and it is said"
     )
     parser.add_argument(
         "--port",
@@ -70,8 +77,16 @@ def main(args: list[str]) -> None:
         raise ConfigurationError(
             "there is no script: write -- and the script, with its arguments, as the workers run it"
         )
-    if given.master_addr is None:
+    endpoint = urlsplit(f"//{given.rdzv_endpoint or ''}")
+    address, of_job = endpoint.hostname or given.master_addr, endpoint.port or given.master_port
+    if address is None:
         raise ConfigurationError("--master-addr is not given, and MASTER_ADDR is not set: name the host of rank 0")
+    if of_job is not None:
+        print(
+            f"rank 0 is looked for at {address}, port {given.port} (--port, {PORT}), where it waits for nodes; the job's own port "
+            f"{of_job} is not used",
+            flush=True,
+        )
     if not os.environ.get(SECRET):
         raise ConfigurationError(f"{SECRET} is not set: give the same secret to workers and nodes")
 
@@ -84,7 +99,7 @@ def main(args: list[str]) -> None:
             grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
             expected = describe_module(module, is_whole=not grows, precision=declared_precision(trainer))
         code = join(
-            [(host.strip(), given.port) for host in given.master_addr.split(",")],
+            [(each.strip(), given.port) for each in address.split(",")],
             -1,
             may_import=False,
             options=options,

@@ -294,8 +294,8 @@ def run_beside_a_node(
         "-m",
         "lightning_holmes.cli",
         "optimizer-node",
-        "--master-addr",
-        "127.0.0.2, 127.0.0.1",  # rank 0 is found where it is
+        "--rdzv-endpoint" if nodes == 1 else "--master-addr",
+        "127.0.0.1:29400" if nodes == 1 else "127.0.0.2, 127.0.0.1",  # rank 0 is found where it is
         "--",
         *script,
     ]
@@ -324,6 +324,7 @@ def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
     (code, said), (node_code, served) = run_beside_a_node(tmp_path, [*forked_python(), script, "cpu"], [script, "gpu"])
     assert code == 0 and "RESULT loss=" in said, said
     assert node_code == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
+    assert "rank 0 is looked for at 127.0.0.1" in served and "the job's own port 29400 is not used" in served
 
 
 @pytest.mark.parametrize("way", ["commits", "on disk", "eager", "half done", "two nodes"])
