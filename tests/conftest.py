@@ -3,6 +3,7 @@ each test ends with the environment that it began with, and `make exhaustive` lo
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from lightning_holmes.cluster.testbed import find_problem
 
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell starts what is in its background so, and all that is started from here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _caches = itertools.count()

@@ -44,7 +44,6 @@ def case_handlers_are_given_back(run: Run):
         pass
 
     before = signal.signal(signal.SIGTERM, mine)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell begins with none
     try:
         run.fit(Net(), batches(1))
         assert signal.getsignal(signal.SIGTERM) is mine
