@@ -56,13 +56,11 @@ def send_again_soon(peers: Collection[str], kept_s: float) -> int:
             address = found.getpeername()[0].removeprefix("::ffff:")
             if address not in peers:
                 continue
-            pause_ms = found.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS)
             if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PROBES + 1)[_PROBES]:
+                # sends what waits; gloo and the store have set it, too
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_MS)
-                found.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-                )  # sends what waits; gloo and the store set it, too
-            elif pause_ms > _AGAIN_MS:
+            elif found.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS) > _AGAIN_MS:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * max(kept_s, _KEPT_S)))
                 found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MS)
                 count += 1
