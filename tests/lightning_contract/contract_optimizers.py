@@ -262,6 +262,18 @@ def case_gradients_are_kept_by_their_hook(run: Run):
     return weights(module)
 
 
+@refused("this SGD was put into trainer.optimizers (or trainer.strategy.optimizers) while the module trains")
+def case_another_optimizer_in_the_second_epoch(run: Run):
+    class Swaps(Net):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.optimizers = [sgd(self)]
+
+    module = Swaps()
+    run.fit(module)
+    return weights(module)
+
+
 def case_hooks_of_a_batch_come_in_their_order(run: Run):
     hooks = (
         "on_train_batch_start",

@@ -33,6 +33,8 @@ from lightning_holmes.checkpoint.manifest import Manifest
 
 Records = dict[str, list[Any]]
 FITS_A_LAUNCH = 50
+LAUNCH_S = 1200 if EXHAUSTIVE else 240  # hours of fits run beside other work
+pytestmark = pytest.mark.timeout(LAUNCH_S + 60)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def known() -> Records:
 def fits(function: str, size: int, cases: list[Case], folder: Path) -> Records:
     """What each rank gives, by name."""
     payload = (str(folder), forked_executable(), cases)
-    ranks = launch(size, f"{work.__module__}:{function}", payload, timeout_s=240)
+    ranks = launch(size, f"{work.__module__}:{function}", payload, timeout_s=LAUNCH_S)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

@@ -65,8 +65,18 @@ class ParameterGroups(Replacements):
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of all parameters, of all stages, in each group of ``optimizer``; also of groups that were added
-        meanwhile, from which other stages' parameters are now taken out."""
-        index = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+        meanwhile, from which other stages' parameters are now taken out.
+
+        Raises:
+            UnsupportedModuleError: the optimizer is none of those that the run began with.
+        """
+        index = next((i for i, o in enumerate(self._optimizers) if o is optimizer), None)
+        if index is None:
+            raise UnsupportedModuleError(
+                f"this {type(optimizer).__name__} was put into trainer.optimizers (or trainer.strategy.optimizers) while the module trains: "
+                f"gradients and states belong to those of configure_optimizers. Return it there, change the options of its "
+                f"param_groups in mid-run, or begin another fit with ckpt_path"
+            )
         known = len(self._names[index])
         if len(optimizer.param_groups) > known:
             added = checkpoint.parameter_group_names(self._pipeline, optimizer, known)
