@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
-from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
+from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
@@ -63,12 +64,7 @@ class LayeredReducer:
         self._dtype = dtype
         self._collective = collective
         self._stages = tuple(stages)
-        self._trained = {
-            stage: [p for p in shards.parts if p.is_trained and p.stage == stage] for stage in (*stages, None)
-        }
         self._shared = join_shared(groups, placement, shared)
-        self._names = [name for part in shards.parts if part.is_trained for name in part.names]
-        self._buffers = StageBuffers({stage: self._sizes(stage) for stage in stages}, device)
         self._views: dict[str, Tensor] = {}
         self._open: dict[int | None, list[Tensor]] = {}
         self._busy: list[Work | None] = [None] * NUM_BUFFERS
@@ -78,10 +74,23 @@ class LayeredReducer:
         self._unreduced: set[int] = set()
         self._is_new = True  # a window has not gathered anything
         self._in_batch = False
-        self._hooks = [
-            shards.parameters[name].register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-            for name in self._names
-        ]
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._take_trained()
+
+    def _take_trained(self) -> None:
+        """Be ready for the gradients of all parts that are trained by now."""
+        parts = [part for part in self.shards.parts if part.is_trained]
+        self._trained = {stage: [p for p in parts if p.stage == stage] for stage in (*self._stages, None)}
+        self._names = [name for part in parts for name in part.names]
+        self._buffers = StageBuffers({stage: self._sizes(stage) for stage in self._stages}, self._device)
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        """Of a part some may be frozen still."""
+        for name in self._names:
+            parameter = self.parameters[name]
+            if name not in self._hooks and parameter.requires_grad:
+                self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     def _sizes(self, stage: int | None) -> list[tuple[int, torch.dtype]]:
         return [(part.numel, gathered_dtype(part, self._dtype)) for part in self._trained[stage]]
@@ -96,21 +105,20 @@ class LayeredReducer:
     def begin(self, *, last: bool) -> None:
         """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window.
 
-        Raises:
-            UnsupportedModuleError: a parameter is trained now that was frozen when the shards were made.
+        What was frozen when the shards were laid out may be trained now.
         """
         thawed = [
-            n
+            part
             for part in self.shards.parts
-            if not part.is_trained
-            for n in part.names
-            if self.parameters[n].requires_grad
+            if not part.is_trained and any(self.parameters[name].requires_grad for name in part.names)
         ]
+        for part in thawed:
+            self.shards.thaw(part)
         if thawed:
-            raise UnsupportedModuleError(
-                f"{thawed[0]} is trained from now on, but was frozen when its shards were laid out: set requires_grad before "
-                f"fit, or use sharded_parameters=False"
-            )
+            for work in self._works:  # of an earlier batch of the window, in buffers that go
+                work.wait()
+            self._take_trained()
+        self._hook_parameters()
         self.on_laid_out()
         if self._is_new:
             self._touched.clear()
@@ -246,7 +254,7 @@ class LayeredReducer:
 
     def close(self) -> None:
         """Let go of buffers, hooks and the queue."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._views.clear()

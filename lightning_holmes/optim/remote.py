@@ -148,32 +148,53 @@ class RemoteOptimizer:
         """What clipping has done to this window's gradients."""
         self.stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
-        self._num_groups = len(names)
+        self._groups = [list(of_group) for of_group in names]
         self._sizes: Mapping[str, Mapping[str, int]] = {}
         order = (name for part in parameters.parts for name in part.names)
         self._replica_of = {name: place % num_replicas for place, name in enumerate(order)}
         held = parameters.parameters
         first = {n: dict(optimizer.state[held[n]]) for n in self.stepped if optimizer.state.get(held[n])}
         for group in optimizer.param_groups:
-            group["params"] = []
-            if "param_names" in group:
-                group["param_names"] = []
+            _empty(group)
         optimizer.state.clear()
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
         self._hook = AfterStep(optimizer, self._commit)
 
     def prepare(self) -> None:
-        """Refuse parameters that an optimizer is given after the nodes were told of all."""
-        groups = self.optimizer.param_groups
-        if len(groups) != self._num_groups or any(group["params"] for group in groups):
+        """Before a batch: tell the nodes of groups that somebody has added meanwhile; the groups hold no parameters afterwards. All
+        replicas.
+
+        Raises:
+            UnsupportedModuleError: what is in another group has changed.
+        """
+        added = self._added_groups()
+        if added:
+            options = options_of(self.optimizer)[len(self._groups) :]
+            self._reducer.tell_all({"tell": "groups", "options": options, "names": added})
+            self._groups += added
+            self.stepped |= {name for names in added for name in names}
+        for group in self.optimizer.param_groups:
+            _empty(group)
+
+    def _added_groups(self) -> list[list[str]]:
+        """The names of this rank's parameters in each; the groups before hold none, or theirs again (compat/finetuning.py)."""
+        name_of = {id(p): n for n, p in self._parameters.parameters.items()}
+        held = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        known = len(self._groups)
+        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._groups, strict=False)):
             raise UnsupportedModuleError(
-                f"{type(self.optimizer).__name__} was given parameters while the module trains, which optimizer nodes do not hold; "
-                f"give it all of them in configure_optimizers, or use optimizer_nodes=0"
+                f"the parameter groups of {type(self.optimizer).__name__} were changed while the module trains, and optimizer nodes step "
+                f"those that they know: add groups by add_param_group, or use optimizer_nodes=0"
             )
+        return held[known:]
 
     def _commit(self) -> None:
-        self.prepare()
+        if len(self.optimizer.param_groups) != len(self._groups):
+            raise UnsupportedModuleError(
+                f"{type(self.optimizer).__name__} was given a parameter group between a batch's beginning and its step, when optimizer nodes "
+                f"may have updated layers already: add it in on_train_batch_start or before, or use optimizer_nodes=0"
+            )
         commit = {
             "tell": "commit",
             "window": self._reducer.window,
@@ -256,6 +277,12 @@ class RemoteOptimizer:
         self._hook.remove()
         self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
+
+
+def _empty(group: dict[str, Any]) -> None:
+    group["params"] = []
+    if "param_names" in group:
+        group["param_names"] = []
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import gathered_dtype
@@ -100,7 +100,7 @@ class RemoteParameters(StageShards):
         self.num_replicas, self.replica = num_replicas, replica
         self._link_of: Mapping[int, NodeLink] = {}
         self._writer_of: Mapping[str, NodeWriter] = {}
-        self._has_failed = False
+        self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
     def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
@@ -113,6 +113,7 @@ class RemoteParameters(StageShards):
         for stage, ranks, names in self.grouped():
             self._add(self._cut(names, stage, ranks), is_new=False)
         self._make_buffers()
+        self._has_masters = master_weights
         order = sorted(range(len(self.parts)), key=lambda i: _place(self.parts[i].stage))
         return {
             index: UnitLayout(
@@ -139,6 +140,19 @@ class RemoteParameters(StageShards):
             parts = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
             found += [(stage, ranks, part) for part in parts if part]
         return found
+
+    def thaw(self, part: Part) -> None:
+        """As StageShards'; nodes hold low precision that was frozen as it is.
+
+        Raises:
+            UnsupportedModuleError: where what is trained has fp32 masters, which this part has not.
+        """
+        if self._has_masters and part.dtype in _LOW:
+            raise UnsupportedModuleError(
+                f"{part.names[0]} is trained from now on, but was frozen when optimizer nodes were given it, and they keep no fp32 master of it: "
+                f"let it be trained in the first batch, or use master_weights=False or {self.cure}"
+            )
+        super().thaw(part)
 
     def place_of(self, num_places: int) -> dict[int, int]:
         """Which of so many nodes holds each unit: those of a stage different ones."""

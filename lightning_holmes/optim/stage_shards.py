@@ -18,7 +18,7 @@ Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,7 @@ class Part:
         numel: with padding; a multiple of the number of replicas.
         stage: the one that reads them; None: several do, or a small one does.
         ranks: the pipeline ranks that hold them, too; () where there are no others.
-        is_trained: they had requires_grad when they were laid out.
+        is_trained: one of them has had requires_grad when they were laid out, or later.
         shard: (numel / replicas,): this replica's share of the values.
         gradient: likewise of the reduced gradients of this window; None before the first.
     """
@@ -225,6 +225,10 @@ class StageShards:
     def destination(self, name: str) -> int:
         """The replica that brings a parameter into a folder."""
         return holder_of(name, list(self.parameters).index(name), self._pieces, self.size)
+
+    def thaw(self, part: Part) -> None:
+        """Parameters that were frozen when they were laid out are trained from now on. All ranks that hold them must call."""
+        part.is_trained = True
 
     def _add(self, part: Part, *, is_new: bool = True) -> None:
         self.parts.append(part)
@@ -421,6 +425,11 @@ class StageShards:
 
         here = [name for part in self.parts for name in part.names if destination(name) == self.rank]
         return here, Lockstep([*(functools.partial(bring, part) for part in self.parts), ended])
+
+    def each_whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, whole, a part at a time. All replicas call, and take all."""
+        for part in self.parts:
+            yield from self._whole(part).items()
 
     def _whole(self, part: Part) -> dict[str, Tensor]:
         buffers = allocate(_sizes([part]), part.device)

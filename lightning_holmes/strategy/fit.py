@@ -7,7 +7,7 @@
 An ended fit still knows its optimizer's names and shards, for Trainer.save_checkpoint.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ class Fit(Run):
             sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self.parameter_groups = self.context.undo.enter_context(
-            ParameterGroups(self.pipeline, optimizers, names, callbacks, connection.all_gather)
+            ParameterGroups(self.pipeline, optimizers, names, callbacks, self._values, connection.all_gather)
         )
         strategy.setup_precision_plugin()
         scaler = getattr(strategy.precision_plugin, "scaler", None)
@@ -171,6 +171,12 @@ class Fit(Run):
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         is_new = self.context.builder.waits and self.context.resting.of(self.module) is None
         return self.options.optimizer_nodes > 0 and training is not None and is_new
+
+    def _values(self) -> Iterable[tuple[str, Tensor]]:
+        """This rank's parameters by name, whole. All ranks call."""
+        on_nodes = self.has_gradients and self.options.optimizer_nodes
+        shards = self.stage_shards if on_nodes else None  # others know no groups of whole parameters
+        return self.pipeline.parameters.items() if shards is None else shards.each_whole()
 
     def _why_not_sharded(self) -> str | None:
         optimizers = self.trainer.strategy.optimizers

@@ -177,13 +177,17 @@ def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
     return options.master_weights and low
 
 
-def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
-    """Why the optimizer cannot be sharded with the same numbers; empty if it can."""
+def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", *, lets_finetune: bool = False) -> str:
+    """Why the optimizer cannot be sharded with the same numbers; empty if it can.
+
+    Args:
+        lets_finetune: callbacks may find whole parameters in its groups, and leave them there.
+    """
     if found.level == "none":
         return found.reason
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, BaseFinetuning):
+        if isinstance(callback, BaseFinetuning) and not lets_finetune:
             return f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains"
         if isinstance(callback, ModelPruning):
             return f"the callback {type(callback).__name__} gives parameters other memory while the module trains"
@@ -285,7 +289,8 @@ def refusal_of_nodes(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
     """Likewise why optimizer nodes cannot hold them."""
-    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer) or refusal_of_changes(structure)
+    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer, lets_finetune=True)
+    refusal = refusal or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):

@@ -15,10 +15,11 @@ import lightning.pytorch as pl
 import torch
 from covering import selected
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from sharded_parameter_cases import Data as WholeBatches
-from sharded_parameter_cases import Tied
+from sharded_parameter_cases import Thawing, Tied
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -210,6 +211,8 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
     if size == 2:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
         found["learning rates"] = find_rates(Path(name), with_nodes(1))
+        found["thawed"] = run_thawing(Path(name), with_nodes)
+        found["added"] = run_added(Path(name), with_nodes)
     if size == 1:
         found |= run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)}
         found |= {f"raises in {where}": save_on_exception(Path(name), where, with_nodes(1)) for where in RAISES}
@@ -465,6 +468,15 @@ REFUSED: dict[str, Any] = {
     "a class in a function": _with(_local),
     "a tensor as an option": _with(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1))),
     "two steps": _step_twice,
+    "a group before a step": _by_hook(
+        "on_after_backward", lambda module: module.optimizers().add_param_group({"params": [module.scale]})
+    ),
+    "a parameter in another group": _by_hook(
+        "on_train_batch_start",
+        lambda module: (
+            module.global_step and module.optimizers().param_groups[0].update(params=[module.layers[3].up.bias])
+        ),
+    ),
 }
 
 
@@ -478,7 +490,91 @@ def run_refusals(folder: Path) -> dict[str, Any]:
             trainer.fit(module, datamodule=Data())
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"
-    return found | run_used_optimizers(folder)
+    return found | run_used_optimizers(folder) | run_thawing_in_vain(folder)
+
+
+def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
+    """Weights where nodes update layers at once, and where a layer thaws between two batches of a step."""
+    found = {}
+    for name, options in (("at once", {}), ("in a window", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2})):
+        torch.manual_seed(7)
+        module = Thawing()
+        make_trainer(folder, strategy=strategy(2, 2), **options).fit(module, datamodule=Data())
+        found[name] = state_of(module)
+    return found
+
+
+class Adds(pl.Callback):
+    """Adds a group of two layers that were trained before, by nobody."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            added = [p for layer in pl_module.layers[1:3] for p in layer.parameters()]
+            trainer.optimizers[0].add_param_group({"params": added, "lr": 0.03})
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the embedding, the head's weight, then the upper layers, then all."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[2:], optimizer, lr=0.03)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
+
+
+class Grows(Tied):
+    """Begins with the embedding in its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.embedding.parameters(), lr=0.01, eps=1e-4)
+        return torch.optim.SGD(self.embedding.parameters(), lr=0.1, momentum=0.9)
+
+
+ADDED: dict[str, tuple[type[pl.Callback], str, dict[str, Any], dict[str, Any]]] = {
+    "a group": (Adds, "sgd", {}, {}),
+    "a group on disk": (Adds, "adamw", {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
+    "a group of a pipeline's": (Adds, "adamw", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
+    "finetuning": (Unfreezes, "adamw", {}, {}),
+    "finetuning in a pipeline": (Unfreezes, "sgd", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
+}
+"""By name: what adds groups, the optimizer, and options of the strategy and of the trainer."""
+
+
+def run_added(folder: Path, strategy: Any = None) -> dict[str, Any]:
+    """Weights, and states in a file, after three epochs in which groups are added."""
+    found = {}
+    for number, (name, (adds, optimizer, options, of_trainer)) in enumerate(ADDED.items()):
+        torch.manual_seed(7)
+        module = Grows(optimizer)
+        options = {k: str(folder / v) if k == "optimizer_states" else v for k, v in options.items()}
+        made = None if strategy is None else strategy(2, 2, **options)
+        trainer = make_trainer(folder, 3, strategy=made, callbacks=[adds()], **of_trainer)
+        trainer.fit(module, datamodule=Data())
+        file = folder / f"added-{number}-{made is None}.ckpt"
+        trainer.save_checkpoint(file)
+        found[name] = {"weights": state_of(module), "states": states_in(file) if trainer.global_rank == 0 else {}}
+    return found
+
+
+def run_thawing_in_vain(folder: Path) -> dict[str, Any]:
+    """What is said where a node has no place for what it would need."""
+    disk: dict[str, Any] = {"optimizer_states": str(folder / "states")}
+    found = {}
+    for name, strategy, precision in (
+        ("thawed on disk", disk, "32-true"),
+        ("thawed without a master", {"master_weights": True}, "bf16-true"),
+    ):
+        trainer = make_trainer(folder, strategy=with_nodes(1, **strategy), precision=precision)
+        try:
+            trainer.fit(Thawing(), datamodule=Data())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def run_used_optimizers(folder: Path) -> dict[str, Any]:

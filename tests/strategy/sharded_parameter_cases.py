@@ -109,6 +109,22 @@ class Counting(Tied):
         return super().training_step(batch, batch_idx)
 
 
+class Thawing(Tied):
+    """Trains a layer and the scale from the second batch on, and another layer until then; its optimizer has all of them."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.layers[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        for part in (self.layers[1], self.scale):
+            part.requires_grad_(batch_idx > 0)
+        self.layers[2].requires_grad_(batch_idx == 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
 class Late(Tied):
     """The same, built by configure_model: no process has it whole."""
 
@@ -201,7 +217,7 @@ def run_all(name: str) -> dict[str, Any]:
             trainer.fit(module, datamodule=Data())
         found[f"auto {taken}"] = state_of(module), trainer.strategy.plan
     with preferring_shards():
-        for kind in (Outside, Counting):
+        for kind in (Outside, Counting, Thawing):
             module, trainer = (
                 build(kind=kind),
                 make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto"),
@@ -310,14 +326,6 @@ def _watch(module: pl.LightningModule, trainer: Trainer) -> None:
     trainer.callbacks.append(Watched())  # type: ignore[attr-defined]
 
 
-def _thaw(module: pl.LightningModule, trainer: Trainer) -> None:
-    class Thaw(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            pl_module.scale.requires_grad_(batch_idx == 1)
-
-    trainer.callbacks.append(Thaw())  # type: ignore[attr-defined]
-
-
 def _use_gradient(use: Callable[[Tensor], Any]) -> Any:
     def add(module: pl.LightningModule, trainer: Trainer) -> None:
         class Use(pl.Callback):
@@ -361,7 +369,6 @@ class Watching(pl.Callback):
 REFUSED = {
     "an average by norms": _average,
     "an average that is watched": _watch,
-    "thawed in mid-run": _thaw,
     "a gradient is read": _use_gradient(lambda weight: weight.grad),
     "a gradient is written": _use_gradient(lambda weight: setattr(weight, "grad", None)),
 }

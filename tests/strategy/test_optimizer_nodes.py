@@ -13,15 +13,19 @@ import torch
 from covering import EXHAUSTIVE
 from launch import forked_executable, forked_python, free_port, launch, launch_raw
 from optimizer_node_cases import (
+    ADDED,
     CASES,
     OPTIONS,
     RESUMED,
     Case,
     Data,
+    Grows,
     build,
     find_rates,
     make_trainer,
+    run_added,
     run_scaled,
+    run_thawing,
     save_on_exception,
     state_of,
     states_in,
@@ -59,6 +63,12 @@ def plain(folder: Path) -> dict[Any, Any]:
     module = build()
     make_trainer(folder, 2).fit(module, datamodule=Data())
     return found | {"two epochs": state_of(module)}
+
+
+@pytest.fixture(scope="module")
+def added(folder: Path) -> dict[str, Any]:
+    """Plain Lightning, where groups are added."""
+    return run_added(folder)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +147,24 @@ def test_a_search_for_a_learning_rate_leaves_the_module_as_it_was(folder: Path, 
     for rank in ranks:
         assert rank["rate"] == expected["rate"]
         assert_same(rank["weights"], expected["weights"])
+
+
+@pytest.mark.xdist_group("optimizer_nodes")
+def test_what_was_frozen_at_first_is_trained(folder: Path, found: Records) -> None:
+    for name, expected in run_thawing(folder).items():
+        for rank in found["thawed"]:
+            assert_same(rank[name], expected)
+
+
+@pytest.mark.xdist_group("optimizer_nodes")
+@pytest.mark.parametrize("name", ADDED)
+def test_groups_that_are_added_in_a_run_are_stepped(name: str, added: dict[str, Any], found: Records) -> None:
+    expected, before = added[name], state_of(Grows())
+    assert not torch.equal(expected["weights"]["layers.2.up.weight"], before["layers.2.up.weight"])
+    ranks = [rank[name] for rank in found["added"]]
+    for rank in ranks:
+        assert_same(rank["weights"], expected["weights"])
+    assert_same(ranks[0]["states"], expected["states"])
 
 
 @pytest.mark.xdist_group("optimizer_nodes")
@@ -226,6 +254,13 @@ def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: d
         ("a tensor as an option", "param_groups[0]['lr'] is a tensor, and only plain numbers are sent"),
         ("an option that changes in a step", "the optimizer's options were [{'lr': 0.05"),
         ("an option that changes in the last step", "and [{'lr': 0.03125,"),
+        ("thawed on disk", "is trained from now on, but was frozen when its place on disk was taken"),
+        ("thawed without a master", "is trained from now on, but was frozen when optimizer nodes were given it"),
+        ("a group before a step", "SGD was given a parameter group between a batch's beginning and its step"),
+        (
+            "a parameter in another group",
+            "a hook has changed which parameters are in a group of SGD while the module trains",
+        ),
         ("two steps", "the optimizer steps twice with the gradients of one batch"),
     ],
 )

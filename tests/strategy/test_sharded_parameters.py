@@ -13,6 +13,7 @@ from sharded_parameter_cases import (
     Counting,
     Data,
     Outside,
+    Thawing,
     build,
     make_trainer,
     run_all,
@@ -42,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             trainer.save_checkpoint(folder / "plain.ckpt")
             found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
             found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
-    for kind in (Outside, Counting):
+    for kind in (Outside, Counting, Thawing):
         module = build(kind=kind)
         make_trainer(folder).fit(module, datamodule=Data())
         found[kind.__name__] = state_of(module)
@@ -94,6 +95,16 @@ def test_auto_takes_the_stages_that_are_allowed_in_shards(
         state, plan = rank[f"auto {kind}"]
         assert (plan.schedule, plan.partition.layer_counts) == ("breadth_first", layers), plan.notes
         assert_same(state, plain[kind])
+
+
+def test_what_was_frozen_at_first_is_trained(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    before = state_of(build(kind=Thawing))
+    for name in ("scale", "layers.1.up.weight", "layers.2.up.weight"):
+        assert not torch.equal(plain["Thawing"][name], before[name])
+    for rank in ranks:
+        state, plan = rank["auto Thawing"]
+        assert plan.schedule == "breadth_first"
+        assert_same(state, plain["Thawing"])
 
 
 def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
@@ -168,7 +179,6 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
     [
         ("an average by norms", "the average of WeightAveraging treats elements of a parameter unlike"),
         ("an average that is watched", "Watched.on_train_batch_end is not Lightning's, and may read whole parameters"),
-        ("thawed in mid-run", "scale is trained from now on, but was frozen when its shards were laid out"),
         (
             "a gradient is read",
             "Use.on_after_backward reads the gradient of layers.0.up.weight, but each replica holds",

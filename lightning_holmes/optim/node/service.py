@@ -33,7 +33,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_holmes.errors import ConnectionLostError, HolmesError
+from lightning_holmes.errors import ConnectionLostError, HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.node.channel import Channel
 from lightning_holmes.optim.node.description import UnitLayout, check_module, find_class
 from lightning_holmes.optim.node.kept import Kept
@@ -183,7 +183,9 @@ class Service:
             if self._may_be_kept and version:  # 0: not all have been given values
                 kept = f"{self.name}: keeps its {len(self._units)} units as they are after {version - 1} steps"
                 print(f"{kept}, for when the run is started again", flush=True)
-                return Kept(told=self.told, version=version, units=self._units, store=self._store)
+                optimizer = next((unit.told for unit in self._units.values()), self.told["optimizer"])
+                told = {**self.told, "optimizer": optimizer}  # with groups that were added
+                return Kept(told=told, version=version, units=self._units, store=self._store)
         self.close()
         return None
 
@@ -268,6 +270,8 @@ class Service:
                 self._arrive(worker, self._units[message["unit"]], message)
             elif kind == "begin":
                 self._updates.begin(message)
+            elif kind == "groups":
+                self._updates.add_groups(worker, message)
             elif kind == "done":
                 with self._changed:
                     self._done[worker] = message["window"]
@@ -277,6 +281,15 @@ class Service:
 
     def _allocate(self, worker: int, message: Any, num_bytes: int) -> Tensor | None:
         if self._store is None or self._failure:
+            return None
+        layout = self._units[message["unit"]].layout
+        if not layout.is_trained:
+            self._fail_with(
+                UnsupportedModuleError(
+                    f"{layout.names[0]} is trained from now on, but was frozen when its place on disk was taken, without room for states: "
+                    f'let it be trained in the first batch, or use optimizer_states="memory"'
+                )
+            )
             return None
         try:
             return self._store.take_gradient(worker, num_bytes)

@@ -41,7 +41,7 @@ class StoredUnit(Unit):
         index: int,
         layout: UnitLayout,
         kind: type[Optimizer],
-        told: Mapping[str, Any],
+        told: dict[str, Any],
         *,
         num_workers: int,
         store: StateStore,

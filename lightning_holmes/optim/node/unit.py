@@ -31,18 +31,21 @@ class Unit:
     """One of an optimizer node's; ``version`` counts its values.
 
     Args:
-        kind, told: the optimizer's class and description.
+        kind, told: the optimizer's class and description, to which groups may be added.
         num_workers: whose gradients are summed.
     """
 
-    def __init__(self, layout: UnitLayout, kind: type[Optimizer], told: Mapping[str, Any], *, num_workers: int) -> None:
+    def __init__(self, layout: UnitLayout, kind: type[Optimizer], told: dict[str, Any], *, num_workers: int) -> None:
         self.layout = layout
         self.version = 0
-        self.parameters = {n: nn.Parameter(v, layout.is_trained) for n, v in self._start().items()}
+        self._stepped = {n for names in told["names"] for n in names if n in layout.names}
+        self.parameters = {
+            n: nn.Parameter(v, n in self._stepped and v.is_floating_point()) for n, v in self._start().items()
+        }
         for name, parameter in self.parameters.items():
             vars(parameter).update(told["marks"].get(name, {}))
+        self._kind, self.told = kind, told
         self.optimizer = build_optimizer(kind, told, self.parameters)
-        self._stepped = {n for names in told["names"] for n in names if n in self.parameters}
         self._lock = threading.RLock()
         self._inbox: list[deque[tuple[int, Collection[str], Tensor | None, bool]]] = [
             deque() for _ in range(num_workers)
@@ -58,6 +61,23 @@ class Unit:
         self._num_edited = 0
         self._norms: dict[tuple[int, str], float] = {}  # after so many edits
         self._before_change: list[Callable[[Unit], None]] = []
+
+    def add_groups(self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]]) -> None:
+        """The workers' optimizer has been given these groups, of parameters that are here or elsewhere; between two updates."""
+        with self._lock:
+            self.told = self.told | {
+                "groups": [*self.told["groups"], *options],
+                "names": [*self.told["names"], *names],
+            }
+            groups = [[self.parameters[n] for n in of_group if n in self.parameters] for of_group in names]
+            self._stepped |= {n for of_group in names for n in of_group if n in self.parameters}
+            for parameter in (p for parameters in groups for p in parameters):
+                parameter.requires_grad_()
+            if self.optimizer is None:
+                self.optimizer = build_optimizer(self._kind, self.told, self.parameters)
+                return
+            for given, parameters in zip(options, groups, strict=True):
+                Optimizer.add_param_group(self.optimizer, {**given, "params": parameters})
 
     def begin_again(self, num_workers: int) -> None:
         """The workers are others, so many, who count windows anew. Values and states stay; what came of a step that was not committed goes."""

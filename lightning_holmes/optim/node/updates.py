@@ -45,6 +45,7 @@ class Updates:
         self._lock = threading.Lock()
         # of each worker those that another one has not made: where updates need no commit, one may be a step ahead
         self._commits: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]
+        self._added: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]  # likewise, of groups
         self._last_window = 0
         self._begun: dict[int, list[dict[str, Any]]] = {}  # by window, of all workers
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -69,6 +70,17 @@ class Updates:
             is_first = len(told) == 1
         if is_first:
             self._orders.put(self._look_ahead)
+
+    def add_groups(self, worker: int, message: dict[str, Any]) -> None:
+        """A worker's optimizer has been given more groups of parameters, before what it does next."""
+        with self._lock:
+            self._added[worker].append(message)
+            if not all(self._added):
+                return
+            first, *others = [added.popleft() for added in self._added]
+        if any(other != first for other in others):
+            raise ConnectionLostError(f"workers add different groups of parameters: {first} and {others}")
+        self._orders.put(lambda: self._add(first))
 
     def complete(self, unit: Unit, window: int) -> None:
         """The last gradients of a window are in ``unit``."""
@@ -122,6 +134,16 @@ class Updates:
             except Exception as error:
                 if not self._is_over:
                     self._fail(error)
+
+    def _add(self, message: Mapping[str, Any]) -> None:
+        """When all updates that were ordered before have been made."""
+        is_reached = threading.Event()
+        self._work.put(is_reached.set)
+        while not is_reached.wait(0.1):
+            if self._is_over:
+                return
+        for unit in self._units:
+            unit.add_groups(message["options"], message["names"])
 
     def _is_settled(self, unit: Unit) -> bool:
         """Its last update has been made."""

@@ -4,7 +4,7 @@ Owns the names of all parameters in all groups. ``BaseFinetuning`` adds what it 
 groups into checkpoints: while a hook of such a callback runs, the groups hold all parameters of the module, as in plain
 Lightning; after it, each rank's own again.
 
-    with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, job.all_gather) as groups:
+    with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, values, job.all_gather) as groups:
         groups.names_of(optimizer)
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
@@ -35,6 +35,7 @@ class ParameterGroups(Replacements):
     Args:
         names: those of all parameters of each optimizer's groups, as configure_optimizers made them.
         callbacks: the trainer's, any.
+        values: gives this rank's parameters by name, whole; all ranks must call.
         gather: what each rank gives, on every rank; all must call.
     """
 
@@ -44,6 +45,7 @@ class ParameterGroups(Replacements):
         optimizers: Sequence[Optimizer],
         names: Sequence[list[list[str]]],
         callbacks: Iterable[Callback],
+        values: Callable[[], Iterable[tuple[str, Tensor]]],
         gather: Callable[[Any], list[Any]],
     ) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class ParameterGroups(Replacements):
         self._optimizers = list(optimizers)
         self._names = list(names)
         self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
-        self._gather = gather
+        self._own_values, self._gather = values, gather
 
     def keep_local(self) -> None:
         """Take out of the groups what this rank does not hold, with its states. Once, when that is known."""
@@ -166,8 +168,8 @@ class ParameterGroups(Replacements):
         """A digest of each parameter of the module, by identity."""
         parameters = self._pipeline.parameters
         mine = {
-            name: f"{tuple(p.shape)} {p.dtype} {content_of(p)}"
-            for name, p in parameters.items()
+            name: f"{tuple(value.shape)} {value.dtype} {content_of(value)}"
+            for name, value in self._own_values()
             if self._pipeline.is_owner(name)
         }
         found: dict[str, str] = {}
