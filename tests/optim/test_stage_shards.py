@@ -8,7 +8,6 @@ from groups_alone import ALONE
 from torch import Tensor, nn
 
 from lightning_holmes.comm.absent import plain
-from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.stage_buffers import StageBuffers
 from lightning_holmes.optim.stage_shards import StageShards
@@ -252,25 +251,36 @@ def _layered_batch(module: Net, shards: StageShards, reducer: LayeredReducer, of
             ahead.wait()
 
 
-def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_is_refused() -> None:
-    module = Net()
-    shards, queue = shards_of(module)
-    shards.lay_out(by_elements=True)
-    reducer = reducer_of(shards, queue)
+def run_layer_1(reducer: LayeredReducer, shards: StageShards) -> None:
+    """A batch that reaches one layer."""
     reducer.begin(last=True)
     for stage in (2, 1, 0):
         shards.fetch(stage).wait()
         reducer.backward(stage, first=True, last=True)
         if stage == 1:
-            module.layers[1](torch.ones(1, 5)).sum().backward()
+            shards.parameters["layers.1.weight"].sum().backward()
+            bias = shards.parameters["layers.1.bias"]
+            (2 * bias.sum()).backward() if bias.requires_grad else None
         reducer.reduce(stage)
         shards.release(stage)
     reducer.end()
     reducer.finish(last=True)
+
+
+def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_has_one() -> None:
+    module = Net()
+    shards, queue = shards_of(module)
+    shards.lay_out(by_elements=True)
+    reducer = reducer_of(shards, queue)
+    run_layer_1(reducer, shards)
     assert reducer.reached() == {"layers.1.weight"}
     module.layers[1].bias.requires_grad_(True)
-    with pytest.raises(UnsupportedModuleError, match=r"layers\.1\.bias is trained from now on, but was frozen"):
-        reducer.begin(last=True)
+    run_layer_1(reducer, shards)
+    assert reducer.reached() == {"layers.1.weight", "layers.1.bias"}
+    (part,) = [part for part in shards.parts if "layers.1.bias" in part.names]
+    assert part.is_trained and part.gradient is not None
+    assert torch.equal(part.views(part.gradient)["layers.1.bias"], torch.full_like(module.layers[1].bias, 2.0))
+    reducer.close()
 
 
 def test_parts_of_unlike_types_lie_where_each_can_be_viewed() -> None:
