@@ -48,6 +48,8 @@ __all__ = [
     "is_dropout",
     "leave_for_good",
     "local_tensor",
+    "nccl_error",
+    "nccl_group",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
@@ -106,11 +108,13 @@ def gloo_group(
     return group
 
 
-def plain_group(store: Any, rank: int, size: int, backend: Any) -> Any:
-    """A group of a backend for tensors on the host, as ``new_group`` makes one, but known to nobody."""
+def plain_group(store: Any, rank: int, size: int, backend: Any, device: torch.device | None = None) -> Any:
+    """A group of a backend for tensors on ``device`` (None: the host), as ``new_group`` makes one, but known to nobody."""
     group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    kinds = dist.ProcessGroup.BackendType
+    kind = kinds.NCCL if device is not None and device.type == "cuda" else kinds.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device.type if device is not None else "cpu"), kind, backend)
     return group
 
 
@@ -125,9 +129,9 @@ class ForwardingGroup(dist.ProcessGroup):
     Of a backend's creator ``new_group`` takes such a group as it is (torch 2.13).
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta, backend_name: str = "gloo") -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.timeout = timeout
+        self.timeout, self._backend_name = timeout, backend_name
         self.forwarded: Any = None
         self._names = {"name": "", "desc": ""}
 
@@ -152,7 +156,7 @@ class ForwardingGroup(dist.ProcessGroup):
         return self._names["desc"]
 
     def getBackendName(self) -> str:
-        return "gloo"
+        return self._backend_name
 
     @property
     def group_name(self) -> Any:
@@ -200,6 +204,24 @@ def nccl_options(net_name: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.net_name = net_name  # type: ignore[attr-defined]
     return options
+
+
+def nccl_group(
+    store: Any, rank: int, size: int, timeout: timedelta, *, net_name: str | None, name: str, ranks: Sequence[int]
+) -> Any:
+    """An NCCL group, as ``new_group`` makes one; its communicators are made at their first use."""
+    options = dist.ProcessGroupNCCL.Options() if net_name is None else nccl_options(net_name)
+    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(ranks)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def nccl_error(work: Any) -> Exception | None:
+    """What has gone wrong with an NCCL work whose ``is_completed()`` has said True. Its ``wait`` would abort the communicator then, whose other works
+    look as if they had ended well from that moment on; and a group without a watchdog sets this result by errors only (torch 2.13)."""
+    if not work.get_future_result().done():
+        return None
+    found: Exception = work.exception() or dist.DistBackendError("NCCL has failed")
+    return found
 
 
 def is_backend_registered(name: str) -> bool:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,6 +364,34 @@ def test_nccl_groups_take_the_network_module_by_name() -> None:
         assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: nothing asks for such a group
         return
     assert torch_private.nccl_options("Socket").config.net_name == "Socket"
+
+
+def test_a_work_of_nccls_tells_its_error_without_being_waited_for() -> None:
+    class Works:
+        """torch's works have these names."""
+
+        result, error = torch.futures.Future(), None  # type: ignore[var-annotated]
+
+        def get_future_result(self) -> torch.futures.Future[int]:
+            return self.result
+
+        def exception(self) -> Exception | None:
+            return self.error
+
+    assert all(hasattr(dist.Work, name) for name in ("is_completed", "get_future_result", "exception"))
+    assert torch_private.nccl_error(Works()) is None
+    Works.result.set_result(2)
+    assert isinstance(torch_private.nccl_error(Works()), dist.DistBackendError)
+    Works.error = found = RuntimeError("NCCL")
+    assert torch_private.nccl_error(Works()) is found
+
+
+def test_nccl_groups_have_a_watchdog_unless_they_wait_by_the_host() -> None:
+    """Only that the header has these names, since torch may be built without NCCL; what they do was read in its sources (docs/log.md)."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    if header.exists():
+        text = header.read_text()
+        assert '"TORCH_NCCL_BLOCKING_WAIT"' in text and "bool blockingWait_ = false;" in text
 
 
 def test_code_that_may_not_be_compiled_whole_is_told_from_other_errors() -> None:

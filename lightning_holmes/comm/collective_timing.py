@@ -29,6 +29,7 @@ from lightning_holmes.comm.collectives import (
     rehearsal,
 )
 from lightning_holmes.comm.compression import Compressor, PowerSGD
+from lightning_holmes.comm.nccl import is_nccl
 from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.errors import ConfigurationError
 
@@ -69,8 +70,7 @@ def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -
 
         if isinstance(compressor, PowerSGD):
             return found  # a part of a bucket has no matrices
-        native = dist.get_backend(groups.inside) == "nccl"
-        level: Collective = ReduceScatter(groups.inside) if native else PointToPoint(groups.inside)
+        level: Collective = (ReduceScatter if is_nccl(groups.inside) else PointToPoint)(groups.inside)
         level = Named(level, groups, groups.inside)
         found["hierarchical"] = Named(
             Hierarchical(level, groups.inside, sum_across, groups.whole), groups, groups.whole

@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_holmes.cluster.topology import Nic
-from lightning_holmes.comm.user_settings import UserSettings, hca_allows, named_interfaces, socket_variables
+from lightning_holmes.comm.user_settings import (
+    WAITS_BY_HOST,
+    UserSettings,
+    hca_allows,
+    named_interfaces,
+    socket_variables,
+)
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.plan_making import Use
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
@@ -55,12 +61,28 @@ class GroupTransports:
         self._chosen.clear()
 
     def is_movable(self, ranks: Sequence[int]) -> bool:
-        """Whether a group uses sockets on fast cards, and has Ethernet to go to; the same on all ranks."""
+        """Whether a group uses fast cards, and has Ethernet to go to; the same on all ranks.
+
+        Raises:
+            ConfigurationError: the user keeps NCCL's watchdog, which ends the process.
+        """
         choice = self.choose(ranks)
-        if choice is None or not choice.is_rdma or self._backend != "gloo" or self._chooser is None:
+        if choice is None or not choice.is_rdma or self._chooser is None:
             return False
+        if self._backend == "nccl":
+            is_free = self.net_name(ranks) == "IB"
+        else:
+            is_free = self._user.get("GLOO_SOCKET_IFNAME") is None
         others = [self._chooser.main_nic(rank) for rank in ranks]
-        return self._user.get("GLOO_SOCKET_IFNAME") is None and all(nic is not None and nic.interface for nic in others)
+        if not is_free or not all(nic is not None and nic.interface for nic in others):
+            return False
+        keeps = self._user.get(WAITS_BY_HOST) if self._backend == "nccl" else None
+        if keeps is not None and keeps.lower() in ("0", "n", "no", "f", "false"):
+            raise ConfigurationError(
+                f"{self._user.describe(WAITS_BY_HOST)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
+                f"repeat_transfers=True goes on then: remove the setting, or the argument"
+            )
+        return True
 
     def names_of_cards(self, interfaces: Iterable[str]) -> list[tuple[str, str]]:
         """Host and name of this host's fast cards with these interfaces."""
@@ -85,22 +107,28 @@ class GroupTransports:
             )
         return nic.interface
 
-    def fast_card(self, ranks: Sequence[int]) -> tuple[str, str] | None:
-        """The interface of this rank's RDMA card for a group, and the card in words; None where it uses none."""
+    def fast_cards(self, ranks: Sequence[int], *, all_rails: bool = False) -> list[tuple[str, str]]:
+        """The interface of this rank's RDMA card for a group, and the card in words; none where it uses none.
+
+        ``all_rails``: of NCCL all that it may use.
+        """
         choice = self.choose(ranks)
-        nic = None if choice is None or not choice.is_rdma else choice.nic_of(self._rank)
-        if (
-            nic is None
-            or nic.interface is None
-            or self._chooser is None
-            or self._user.get("GLOO_SOCKET_IFNAME") is not None
-        ):
-            return None
-        address = f", {nic.addresses[0]}" if nic.addresses else ""
-        return (
-            nic.interface,
-            f"the {nic.kind} card {nic.name} ({nic.interface}{address}) of host {self._chooser.host(self._rank).name}",
-        )
+        is_named = self._user.get("GLOO_SOCKET_IFNAME") is not None
+        if choice is None or not choice.is_rdma or self._chooser is None or (self._backend == "gloo" and is_named):
+            return []
+        chosen = choice.nic_of(self._rank)
+        nics = [] if chosen is None else [chosen]
+        if all_rails and self._backend == "nccl":
+            nics += [nic for nic in choice.rails.get(self._rank, ()) if nic not in nics]
+        host = self._chooser.host(self._rank).name
+        return [
+            (
+                nic.interface,
+                f"the {nic.kind} card {nic.name} ({nic.interface}{f', {nic.addresses[0]}' if nic.addresses else ''}) of host {host}",
+            )
+            for nic in nics
+            if nic.interface is not None
+        ]
 
     def host_interface(self) -> str | None:
         """The Ethernet interface of this rank for messages between hosts, or the user's; None: gloo's own choice."""
@@ -128,7 +156,7 @@ class GroupTransports:
                     f"has none in common: {choice.reason}. Remove the setting; a module is chosen for each group"
                 )
             return None
-        if not choice.has_rdma:
+        if not choice.has_rdma and self._chooser is self._first_chooser:  # without cards that are down, or any
             return None  # nothing to keep NCCL from; a plugin of the user's may know a network that we do not
         return "IB" if choice.is_rdma and not disabled else "Socket"
 

@@ -18,6 +18,8 @@ from lightning_holmes.comm.gloo import GLOO, GlooDevices, GlooOptions, Moving
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.movable import Junction
+from lightning_holmes.comm.nccl import NCCL, NcclOptions
+from lightning_holmes.comm.nccl import register as register_nccl
 from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -122,9 +124,9 @@ class GroupBuilder:
         """By the interface of each RDMA card that this rank's groups use, what is to be told if it goes down."""
         users: dict[tuple[str, str], list[dist.ProcessGroup]] = {}
         for group in self.owned:
-            card = self.transports.fast_card(dist.get_process_group_ranks(group))
-            if card is not None and group.group_desc not in self._on_host:
-                users.setdefault(card, []).append(group)
+            for card in self.transports.fast_cards(dist.get_process_group_ranks(group), all_rails=self.repeats):
+                if group.group_desc not in self._on_host:
+                    users.setdefault(card, []).append(group)
         return {
             interface: f"{card} went down, which {self.describe(groups[0])}"
             f"{f' and {len(groups) - 1} more groups use' if len(groups) > 1 else ' uses'}"
@@ -148,6 +150,10 @@ class GroupBuilder:
                     options = GlooOptions((), moving=Moving(self.junction, lambda: self._chosen_now(ranks)))
                 else:
                     options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
+        elif self.repeats and self.transports.is_movable(ranks):
+            register_nccl()
+            backend = NCCL
+            options = NcclOptions(self.junction, self.device, lambda: self.transports.net_name(ranks))
         else:
             backend = self.backend
             net_name = self.transports.net_name(ranks) if self.rank in ranks else None

@@ -1,4 +1,4 @@
-"""MovableGroup: a gloo group that can be connected anew, over other cards, while it is used: what was under way is repeated there.
+"""MovableGroup: a group, of gloo or NCCL, that can be connected anew, over other cards, while it is used: what was under way is repeated there.
 
 Whoever holds the group, and waits in it, sees an operation that takes longer. gloo works on copies: a reduction in place that breaks has
 overwritten its input, and threads of gloo's may hang in what is half on its way, and are left behind with theirs. When a group is moved (moves.py), its members compare
@@ -14,11 +14,13 @@ how far each has come:
 """
 
 import collections
+import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -46,7 +48,8 @@ class _Operation:
     """``issue(group)`` starts it, also again; what comes of it goes nowhere where it has been completed before.
 
     ``arrive()`` puts what came into the tensors that were given, which gloo itself never sees: a thread of its may be left behind.
-    ``number``: its place in its ``stream``, beginning with 1. ``before``: collectives that were done when it began.
+    ``number``: its place in its ``stream``, beginning with 1. ``before``: collectives that were done when it began. ``mark``: what the device
+    had been given until then.
     """
 
     stream: tuple[str, int, int]
@@ -55,6 +58,7 @@ class _Operation:
     num_bytes: int = 0
     proves: bool = False
     before: list["_Operation"] = field(default_factory=list)
+    mark: Any = None
     work: Any = None
     arrive: Callable[[], None] = lambda: None
     waiting: "_Waiting | None" = None
@@ -112,6 +116,32 @@ class Junction:
             del waiting, error
 
 
+class OnHost:
+    """What a movable group does otherwise where its tensors are on a device: nothing, since they are on the host. There: nccl.py."""
+
+    backend_name = "gloo"
+
+    def mark(self) -> Any:
+        """What the caller's stream has been given until now."""
+
+    def after(self, mark: Any, *, waits: bool = False) -> AbstractContextManager[None]:
+        """What is started inside, in a thread of moves, comes after ``mark``. ``waits``: until it has been done."""
+        return contextlib.nullcontext()
+
+    def has_ended(self, work: Any) -> bool:
+        """Whether it has ended well; gloo does not tell before somebody has waited."""
+        return False
+
+    def begin_end(self, connection: Any) -> None:
+        """From now on whoever waits in a connection comes back at once."""
+
+    def end(self, connection: Any, works: list[Any]) -> None:
+        """End what has not ended in it, of which are ``works``."""
+
+    def close(self, connection: Any) -> None:
+        """The group is destroyed."""
+
+
 class MovableGroup(ForwardingGroup):
     """A group that forwards to another one, which can be exchanged.
 
@@ -120,6 +150,7 @@ class MovableGroup(ForwardingGroup):
         rank, size: this member's place, and their number.
         timeout: of operations.
         junction: of this rank.
+        side: where its tensors are.
     """
 
     def __init__(
@@ -129,8 +160,10 @@ class MovableGroup(ForwardingGroup):
         size: int,
         timeout: timedelta,
         junction: Junction,
+        side: OnHost | None = None,
     ) -> None:
-        super().__init__(rank, size, timeout)
+        self._side = side or OnHost()
+        super().__init__(rank, size, timeout, self._side.backend_name)
         self.is_moving = False
         self.connect = connect
         self._junction = junction
@@ -159,7 +192,7 @@ class MovableGroup(ForwardingGroup):
         def arrive() -> None:
             for tensor, came in zip(_tensors(args), _tensors(given[0]), strict=True):
                 if not first or any(tensor is t for t in _tensors(args[0])):
-                    tensor.detach().copy_(came)
+                    _take(tensor, came)
             given[0] = ()
 
         proves = name.startswith(_EVERYONE)
@@ -178,7 +211,7 @@ class MovableGroup(ForwardingGroup):
 
         def arrive() -> None:
             for tensor, new in zip(tensors, came, strict=True):
-                tensor.detach().copy_(new)
+                _take(tensor, new)
             came.clear()
 
         return self._start(("receive", peer, tag), issue, arrive)
@@ -195,6 +228,8 @@ class MovableGroup(ForwardingGroup):
                 self._junction.groups.remove(self)
             self._log.clear()
             self._sent.clear()
+        if self.forwarded is not None:
+            self._side.close(self.forwarded)
         self.forward_to(None)  # the end of a gloo group waits for what is under way in it
 
     def _start(
@@ -212,6 +247,7 @@ class MovableGroup(ForwardingGroup):
             if operation.proves:
                 operation.before = [o for o in self._log if o.is_done and o.stream == _COLLECTIVE]
             self._log.append(operation)
+            operation.mark = self._side.mark()
             self._issue(operation)
         return MovableWork(self, operation)
 
@@ -243,6 +279,15 @@ class MovableGroup(ForwardingGroup):
                     return True
             if not self._is_moved_after(moves):
                 raise waiting.error
+
+    def has_ended(self, operation: _Operation) -> bool:
+        """Whether an operation is done; nothing is waited for."""
+        work = operation.work
+        if self._side.has_ended(work):
+            with self._junction.changed:
+                if operation.work is work and not operation.is_done and not self.is_moving:
+                    self._complete(operation)
+        return operation.is_done
 
     def _is_moved_after(self, moves: int) -> bool:
         """Whether a move comes that this broken connection is the beginning of."""
@@ -296,11 +341,13 @@ class MovableGroup(ForwardingGroup):
     def end(self) -> None:
         """Its connections have been ended: take what has come, and leave the rest."""
         changed, limit = self._junction.changed, timedelta(seconds=_ENDED_S)
+        self._side.begin_end(self.forwarded)
         with changed:
             pending = [
                 operation for operation in self._log if operation.work is not None
             ]  # also what is done, and was repeated
             waits = [o.waiting or self._junction.wait_apart(o.work, limit) for o in pending]
+            works = [o.work for o in pending]
             for sent in itertools.chain(*self._sent.values()):
                 sent.work = None
             all_over = changed.wait_for(lambda: all(waiting.is_over for waiting in waits), timeout=_ENDED_S)
@@ -308,9 +355,12 @@ class MovableGroup(ForwardingGroup):
                 operation.work = operation.waiting = None
                 # whoever waits for it may have been first to see that it is over
                 if waiting.is_over and waiting.error is None and not operation.is_done:
-                    self._complete(operation)
+                    with self._side.after(operation.mark, waits=True):
+                        self._complete(operation)
             if not all_over:
                 leave_for_good(self.forwarded)
+        self._side.end(self.forwarded, works)
+        del works
         self.forward_to(None)
 
     def progress(self) -> dict[str, Any]:
@@ -357,7 +407,8 @@ class MovableGroup(ForwardingGroup):
                     if not operation.is_done:
                         self._complete(operation)
                 elif kind != "collective" or operation.number >= first:
-                    self._issue(operation)
+                    with self._side.after(operation.mark):
+                        self._issue(operation)
             self.is_moving = False
             changed.notify_all()
 
@@ -403,8 +454,8 @@ class MovableWork(dist.Work):
         return self._group.finish(self._operation, timeout)
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for, as for gloo's sends and receives."""
-        return self._operation.is_done
+        """By gloo whether it has been waited for, as for its sends and receives."""
+        return self._group.has_ended(self._operation)
 
 
 class _Failed:
@@ -421,6 +472,12 @@ def _wait(work: Any, timeout: timedelta | None) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _take(tensor: Tensor, came: Tensor) -> None:
+    tensor.detach().copy_(came)
+    if came.is_cuda:  # it is let go of now, and may have been made for another stream
+        came.record_stream(torch.cuda.current_stream(came.device))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -158,7 +158,7 @@ def lay_out_job(
         transports.is_movable(group) for group in (*replicas, *levels, *pipelines, *p2p) if len(group) > 1
     ):
         notes.append(
-            "repeat_transfers=True has nothing to do: no group sends by gloo over fast cards that it could leave for Ethernet"
+            "repeat_transfers=True has nothing to do: no group sends over fast cards that it could leave for Ethernet"
         )
     groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=sent_dtype)
     return JobLayout(
