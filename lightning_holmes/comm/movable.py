@@ -14,13 +14,11 @@ how far each has come:
 """
 
 import collections
-import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_holmes.comm.on_host import OnHost
 from lightning_holmes.errors import ConnectionLostError, UnsupportedModuleError
 from lightning_holmes.torch_private import ForwardingGroup, leave_for_good
 
@@ -114,32 +113,6 @@ class Junction:
                 self._idle.append(given)
                 self.changed.notify_all()
             del waiting, error
-
-
-class OnHost:
-    """What a movable group does otherwise where its tensors are on a device: nothing, since they are on the host. There: nccl.py."""
-
-    backend_name = "gloo"
-
-    def mark(self) -> Any:
-        """What the caller's stream has been given until now."""
-
-    def after(self, mark: Any, *, waits: bool = False) -> AbstractContextManager[None]:
-        """What is started inside, in a thread of moves, comes after ``mark``. ``waits``: until it has been done."""
-        return contextlib.nullcontext()
-
-    def has_ended(self, work: Any) -> bool:
-        """Whether it has ended well; gloo does not tell before somebody has waited."""
-        return False
-
-    def begin_end(self, connection: Any) -> None:
-        """From now on whoever waits in a connection comes back at once."""
-
-    def end(self, connection: Any, works: list[Any]) -> None:
-        """End what has not ended in it, of which are ``works``."""
-
-    def close(self, connection: Any) -> None:
-        """The group is destroyed."""
 
 
 class MovableGroup(ForwardingGroup):
@@ -228,7 +201,7 @@ class MovableGroup(ForwardingGroup):
                 self._junction.groups.remove(self)
             self._log.clear()
             self._sent.clear()
-        if self.forwarded is not None:
+        if self.forwarded is not None and self._lost is None:
             self._side.close(self.forwarded)
         self.forward_to(None)  # the end of a gloo group waits for what is under way in it
 

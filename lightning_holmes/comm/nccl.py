@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.gloo import CONNECT_AGAIN
-from lightning_holmes.comm.movable import Junction, MovableGroup, OnHost
+from lightning_holmes.comm.movable import Junction, MovableGroup
+from lightning_holmes.comm.on_host import OnHost
 from lightning_holmes.comm.user_settings import WAITS_BY_HOST, set_own
 from lightning_holmes.errors import ConnectionLostError, UnreachableError
 from lightning_holmes.torch_private import is_backend_registered, nccl_error, nccl_group, plain_group

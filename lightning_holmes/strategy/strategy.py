@@ -143,8 +143,8 @@ class HolmesStrategy(ParallelStrategy):
         keep_parameters: with optimizer nodes, keep parameters from a batch's forward to its backward: they come once, and take memory;
             "auto": where they take at most a quarter of what is free.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
-        repeat_transfers: where a fast card is lost, go on over Ethernet, and over the card when it is back (gloo; see docs/faults.md). Transfers
-            over fast cards are copied for it.
+        repeat_transfers: where a fast card is lost, go on over Ethernet, and over the card when it is back (see docs/faults.md). Transfers
+            over fast cards are copied for it, and under NCCL the host waits for them; that has not been run on GPUs.
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
