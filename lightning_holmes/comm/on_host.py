@@ -1,7 +1,9 @@
-"""OnHost: what a movable group (movable.py) does by where its tensors are. nccl.py has that for tensors on a device.
+"""OnHost: what a movable group (movable.py) does by where its tensors are; nccl.py has that for tensors on a device.
 
-with side.after(operation.mark):                # in another thread than the caller's
-    operation.issue(group)
+Owns streams and the end of connections, as far as the group has to know of them; what is repeated is the group's.
+
+    with side.after(operation.mark):                # in another thread than the caller's
+        operation.issue(group)
 """
 
 import contextlib
