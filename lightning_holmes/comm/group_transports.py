@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_holmes.cluster.topology import Nic
 from lightning_holmes.comm.user_settings import (
+    WAITED_BY_HOST,
     WAITS_BY_HOST,
     UserSettings,
     hca_allows,
@@ -76,10 +77,11 @@ class GroupTransports:
         others = [self._chooser.main_nic(rank) for rank in ranks]
         if not is_free or not all(nic is not None and nic.interface for nic in others):
             return False
-        keeps = self._user.get(WAITS_BY_HOST) if self._backend == "nccl" else None
-        if keeps is not None and keeps.lower() in ("0", "n", "no", "f", "false"):
+        for name in (WAITS_BY_HOST, WAITED_BY_HOST) if self._backend == "nccl" else ():
+            if (self._user.get(name) or "1").lower() not in ("0", "n", "no", "f", "false"):
+                continue
             raise ConfigurationError(
-                f"{self._user.describe(WAITS_BY_HOST)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
+                f"{self._user.describe(name)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
                 f"repeat_transfers=True goes on then: remove the setting, or the argument"
             )
         return True

@@ -26,7 +26,7 @@ from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.gloo import CONNECT_AGAIN
 from lightning_holmes.comm.movable import Junction, MovableGroup
 from lightning_holmes.comm.on_host import OnHost
-from lightning_holmes.comm.user_settings import WAITS_BY_HOST, set_own
+from lightning_holmes.comm.user_settings import WAITED_BY_HOST, WAITS_BY_HOST, set_own
 from lightning_holmes.errors import ConnectionLostError, UnreachableError
 from lightning_holmes.torch_private import is_backend_registered, nccl_error, nccl_group, plain_group
 
@@ -78,7 +78,7 @@ def _make(options: Any, given: NcclOptions, store: Any) -> Any:
 def _without_watchdog() -> Iterator[None]:
     """A group that is made inside has no thread that ends the process, now or after minutes, when a communicator has failed. torch gives groups none that
     wait by the host themselves (2.13), and reads that when it makes them. The variable stays, so that threads that read others meanwhile find the environment in its place."""
-    if os.environ.get(WAITS_BY_HOST, "0") != "0":
+    if any(os.environ.get(name, "0") != "0" for name in (WAITS_BY_HOST, WAITED_BY_HOST)):
         yield  # the user's own; what keeps the watchdog is refused (group_transports.py)
         return
     set_own({WAITS_BY_HOST: "1"})

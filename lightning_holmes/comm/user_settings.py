@@ -26,7 +26,12 @@ _NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
 _OWN = "HOLMES_SET_"  # before a variable's name: what this package has set it to
 WAITS_BY_HOST = "TORCH_NCCL_BLOCKING_WAIT"
 """torch's: an NCCL group that is made while it is 1 has no watchdog."""
-_WATCHED = ("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", WAITS_BY_HOST)
+WAITED_BY_HOST = "NCCL_BLOCKING_WAIT"
+"""Its name of before, which torch reads where the other is not set."""
+_WATCHED = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE"),
+    *(WAITS_BY_HOST, WAITED_BY_HOST),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ def test_nccls_groups_are_movable_where_they_use_a_fast_card_and_may_leave_it() 
         ConfigurationError, match=r"TORCH_NCCL_BLOCKING_WAIT=0 in the environment keeps NCCL's watchdog"
     ):
         transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 2])
+    with pytest.raises(ConfigurationError, match=r"^NCCL_BLOCKING_WAIT=false"):  # its name of before
+        transports(NCCL_BLOCKING_WAIT="false").is_movable([0, 2])
     assert not transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 4])
     without_ethernet = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A")]] * 2),))
     assert not transports(without_ethernet).is_movable([0, 1])
