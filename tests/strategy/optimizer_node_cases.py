@@ -4,6 +4,7 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import os
+import time
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -654,13 +655,19 @@ class Loses(pl.Callback):
             process, *_ = strategy._job._nodes._registry._processes
             if self.what == "node":
                 process.kill()
+                self.note()
             else:  # all of it was written, since the checkpoint has it
                 (states,) = self.folder.glob("states/*.holmes-states")
                 os.truncate(states, 0)
         if batch_idx == 1 and self.what == "disk":
             trainer.strategy.barrier()  # nobody has read ahead for the next step
         if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
+            self.note()
             os._exit(9)
+
+    def note(self) -> None:
+        """When it was lost."""
+        (self.folder / "lost").write_text(str(time.monotonic()))
 
 
 def lose(payload: tuple[str, str]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,7 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
     ],
 )
 def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> None:
+    began = time.monotonic()
     workers = launch_raw(
         2,
         f"{work.__module__}:lose",
@@ -293,6 +295,9 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
     left = workers[:1] if what == "worker" else workers
     assert all(worker.exit_code not in (0, None) for worker in left)
     assert any(reason in worker.output for worker in left)
+    if what != "disk":
+        lost = float((tmp_path / "lost").read_text())
+        assert all(began + worker.seconds - lost < 30 for worker in left)
     if what == "disk":
         assert torch.load(tmp_path / "before.ckpt", weights_only=False)["global_step"] == 1
         assert not list(tmp_path.glob("states/*")), "what a node leaves behind"
