@@ -178,8 +178,9 @@ class Moves:
             finally:
                 self.is_moving = False
 
-        self._thread = threading.Thread(target=move, name="holmes-move", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=move, name="holmes-move", daemon=True)
+        thread.start()  # before anybody can wait for its end
+        self._thread = thread
 
     def _move(self, place: _Place, why: str) -> None:
         began_s = time.perf_counter()

@@ -20,7 +20,7 @@ from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.mesh import GroupBuilder, release
 from lightning_holmes.comm.moves import Moves
-from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.comm.queue import CommQueue, make_comm_queue
 from lightning_holmes.plan.transport import TransportChoice
 from lightning_holmes.torch_private import default_store
 
@@ -124,15 +124,31 @@ def work(payload: dict[str, Any]) -> dict[str, Any]:
     gradients = groups["gradients"]
     collectives: list[Collective] = [AllReduce(gradients), ReduceScatter(gradients), PointToPoint(gradients)]
     queue = make_comm_queue(torch.device("cpu"))
-    plain = [step(number, rank, groups, queue, collectives) for number in range(STEPS)]
-    moves = Moves(builder.junction, transports, rank=rank, world_size=SIZE)
-    watch = failure.FailureWatch(default_store(), rank, SIZE)
-    watch.cards = Flapping(payload["seed"], moves, payload["moves"]) if rank == 1 else None
+    return among_moves(
+        payload, builder, transports, queue, lambda number: step(number, rank, groups, queue, collectives)
+    )
+
+
+def among_moves(
+    payload: dict[str, int],
+    builder: GroupBuilder,
+    transports: Loopback,
+    queue: CommQueue,
+    take_step: Callable[[int], list[torch.Tensor]],
+    steps: int = STEPS,
+    begin: Callable[[Moves], None] = lambda moves: None,
+) -> dict[str, Any]:
+    """All steps without a move, and again among moves, before which ``begin`` is called; nothing of it is left."""
+    plain = [take_step(number) for number in range(steps)]
+    moves = Moves(builder.junction, transports, rank=builder.rank, world_size=SIZE)
+    begin(moves)
+    watch = failure.FailureWatch(default_store(), builder.rank, SIZE)
+    watch.cards = Flapping(payload["seed"], moves, payload["moves"]) if builder.rank == 1 else None
     watch.move_by(moves)
     moved, number = [], 0
-    while len(moved) < STEPS or number < payload["moves"]:
-        moved.append(step(len(moved) % STEPS, rank, groups, queue, collectives))
-        if len(moved) % STEPS == 0:  # all go on for as long
+    while len(moved) < steps or number < payload["moves"]:
+        moved.append(take_step(len(moved) % steps))
+        if len(moved) % steps == 0:  # all go on for as long
             most = torch.tensor([moves.number])
             dist.broadcast(most, 0)
             number = int(most)
@@ -142,7 +158,7 @@ def work(payload: dict[str, Any]) -> dict[str, Any]:
     queue.close()
     watch.stop()
     same = all(
-        torch.equal(a, b) for place, found in enumerate(moved) for a, b in zip(plain[place % STEPS], found, strict=True)
+        torch.equal(a, b) for place, found in enumerate(moved) for a, b in zip(plain[place % steps], found, strict=True)
     )
     release(builder.owned)
     faulthandler.cancel_dump_traceback_later()

@@ -18,18 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moved_groups import Flapping, Loopback
+from moved_groups import SIZE, Loopback, among_moves
 from torch import Tensor
 
 from lightning_holmes.comm import failure, nccl
 from lightning_holmes.comm.collectives import AllReduce, Collective, PointToPoint, ReduceScatter
 from lightning_holmes.comm.gloo import wait_for
-from lightning_holmes.comm.mesh import GroupBuilder, release
+from lightning_holmes.comm.mesh import GroupBuilder
 from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.queue import make_comm_queue
-from lightning_holmes.torch_private import default_store
 
-SIZE, STEPS = 3, 12
 _LOOKS_S = 2e-3
 
 
@@ -302,36 +300,20 @@ def work(payload: dict[str, Any]) -> dict[str, Any]:
     assert dist.get_backend(gradients) == nccl.NCCL and os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     collectives: list[Collective] = [AllReduce(gradients), ReduceScatter(gradients), PointToPoint(gradients)]
     queue = make_comm_queue(device)
-    plain = [step(number, rank, groups, queue, collectives, device) for number in range(STEPS)]
-    moves = Moves(builder.junction, transports, rank=rank, world_size=SIZE)
     chance = random.Random(payload["seed"] + rank)
-    ImitatedNccl.breaks = staticmethod(
-        lambda: chance.randrange(3, 60) if moves.number < payload["moves"] and chance.random() < 0.5 else None
+
+    def break_some(moves: Moves) -> None:
+        ImitatedNccl.breaks = staticmethod(
+            lambda: chance.randrange(3, 60) if moves.number < payload["moves"] and chance.random() < 0.5 else None
+        )
+
+    found = among_moves(
+        payload,
+        builder,
+        transports,
+        queue,
+        lambda number: step(number, rank, groups, queue, collectives, device),
+        steps=12,
+        begin=break_some,
     )
-    watch = failure.FailureWatch(default_store(), rank, SIZE)
-    watch.cards = Flapping(payload["seed"], moves, payload["moves"]) if rank == 1 else None
-    watch.move_by(moves)
-    moved, number = [], 0
-    while len(moved) < STEPS or number < payload["moves"]:
-        moved.append(step(len(moved) % STEPS, rank, groups, queue, collectives, device))
-        if len(moved) % STEPS == 0:  # all go on for as long
-            most = torch.tensor([moves.number])
-            dist.broadcast(most, 0)
-            number = int(most)
-    while moves.is_moving:
-        time.sleep(0.01)
-    dist.barrier()
-    queue.close()
-    watch.stop()
-    same = all(
-        torch.equal(a, b) for place, found in enumerate(moved) for a, b in zip(plain[place % STEPS], found, strict=True)
-    )
-    release(builder.owned)
-    faulthandler.cancel_dump_traceback_later()
-    return {
-        "same": same,
-        "moves": moves.number,
-        "steps": len(moved),
-        "left": len(builder.junction.groups),
-        "modules": sorted(set(ImitatedNccl.made)),
-    }
+    return found | {"modules": sorted(set(ImitatedNccl.made))}
