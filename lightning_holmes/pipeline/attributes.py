@@ -167,8 +167,8 @@ def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
     skip = (*MODULE_REGISTRIES, TRAINER, FABRIC)
     for name, submodule in module.named_modules():
         for key, value in vars(submodule).items():
-            if key in skip or not (isinstance(value, Tensor) or tree.is_container(value)):
+            if key in skip or tree.is_empty(value):
                 continue
-            for index, tensor in enumerate(tree.tensors_of(value)):
+            for index, tensor in enumerate(tree.each_tensor(value)):
                 found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
     return found

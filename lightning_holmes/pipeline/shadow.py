@@ -38,6 +38,8 @@ def _copy(module: LightningModule) -> LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     for submodule in module.modules():
         for value in vars(submodule).values():
+            if tree.is_empty(value):
+                continue
             if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
                 memo[id(value)] = value
             # torch copies the memory of a fake tensor, which has none: the heap is damaged (torch 2.13)

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import enum
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ class Leaf:
     index: int
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_BUILT_IN = frozenset((list, tuple, dict, OrderedDict))
 _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType)
 _NO_OBJECTS = (Tensor, nn.Module, type, enum.Enum, Dataset, DataLoader, Leaf, *_FUNCTIONS)
 
@@ -74,6 +77,12 @@ def is_container(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, Leaf))
 
 
+def is_empty(value: Any) -> bool:
+    """Whether ``value`` has nothing in it, by its class alone: a constant, or a container without children. Most attributes of modules are such,
+    and whether they are of an abstract class takes microseconds to ask."""
+    return type(value) in _PLAIN or (type(value) in _BUILT_IN and not value)
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of the tree ``value`` with ``function(tensor)`` in place of each tensor."""
     if isinstance(value, Tensor):
@@ -83,11 +92,17 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def each_tensor(value: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in the order of :func:`flatten`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list):  # as most are
+    if is_empty(value):
+        return
+    kind = type(value)
+    if kind in (tuple, list):  # as most are
         for child in value:
             yield from each_tensor(child)
+    elif kind in (dict, OrderedDict):
+        for child in list(value.values()):
+            yield from each_tensor(child)
+    elif isinstance(value, Tensor):
+        yield value
     elif is_container(value):
         for _, child in children_of(value):
             yield from each_tensor(child)
