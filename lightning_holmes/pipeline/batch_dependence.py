@@ -135,9 +135,9 @@ def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]
 
 def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
     """Names of buffers that a step over samples together leaves otherwise than steps over their halves in turn."""
-    before = trial.buffers_after([])
-    if not before:
+    if not trial.has_buffers:
         return []
+    before = trial.buffers_after([])
     together = trial.buffers_after([small])
     if _differing(before, together):
         return _differing(together, trial.buffers_after(halves))
@@ -195,6 +195,10 @@ class _Trial:
     @staticmethod
     def device_of(batch: Any) -> torch.device:
         return next((t.device for t in tree.tensors_of(batch)), torch.device("cpu"))
+
+    @property
+    def has_buffers(self) -> bool:
+        return next(self._module.buffers(), None) is not None
 
     def loss(self, batch: Any, seed: int) -> Tensor:
         return loss_of(self._run(self._copy(), batch, seed), self._step_name).double()
