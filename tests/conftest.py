@@ -47,32 +47,6 @@ def testbed_works() -> None:
         pytest.skip(problem)
 
 
-LONGEST = (
-    "testbed_training",
-    "testbed",
-    "lightning_contract",
-    "optimizers",
-    "parity0",
-    "parity1",
-    "testbed_faults",
-    "strategy_pipeline",
-    "hooks",
-    "optimizer_nodes",
-    "sharded_parameters",
-    "checkpoint_matrix",
-    "large_models",
-)
-"""Groups whose tests run one after the other, each for minutes: begun first, or all would wait for the last of them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        group = item.get_closest_marker("xdist_group")
-        return LONGEST.index(group.args[0]) if group and group.args[0] in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
-
-
 def pytest_collection_finish() -> None:
     prepare_for_fits()
 
