@@ -24,7 +24,7 @@ from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
-from lightning_holmes.errors import AbsentValueError
+from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.stage_shards import Part, StageShards
@@ -202,7 +202,17 @@ class LayeredReducer:
                 part.gradient.add_(share)
 
     def end(self) -> None:
-        """After a batch: what other pipeline ranks have gradients of, too, is summed over these, and then over the replicas."""
+        """After a batch: what other pipeline ranks have gradients of, too, is summed over these, and then over the replicas.
+
+        Raises:
+            UnsupportedModuleError: a parameter is trained now that was frozen when the batch began, and has nowhere to gather.
+        """
+        late = [n for n, p in self.parameters.items() if p.requires_grad and n not in self._hooks]
+        if late:
+            raise UnsupportedModuleError(
+                f"{late[0]} was frozen when the batch began, and is trained in it: its gradient would be lost. Set requires_grad in "
+                f"on_train_batch_start or before, or use {self.shards.cure}"
+            )
         self._is_new = self._in_batch = False
         if None in self._open:
             for part, buffer in zip(self._trained[None], self._open[None], strict=True):

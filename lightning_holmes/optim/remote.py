@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.comm.queue import OnRun
+from lightning_holmes.comm.queue import OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
+from lightning_holmes.optim.elementwise import marks_of, test_separability
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
@@ -106,14 +107,14 @@ class RemoteReducer(LayeredReducer):
         self._works.clear()
         self._is_new = self.is_complete = True
 
-    def tell_all(self, message: Mapping[str, Any]) -> None:
+    def tell_all(self, message: Mapping[str, Any]) -> Work:
         """Tell every node, after the gradients that are on their way."""
 
         def tell() -> None:
             for link in self.shards.links:
                 link.tell(message)
 
-        self.queue.start(tell)
+        return self.queue.start(tell)
 
     def watch(self, on_run: OnRun | None) -> None:
         super().watch(on_run)
@@ -130,6 +131,7 @@ class RemoteOptimizer:
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
         num_replicas: among which collected states are sharded.
+        scales: a GradScaler looks for overflows.
     """
 
     whole_gradients = False
@@ -142,8 +144,9 @@ class RemoteOptimizer:
         reducer: RemoteReducer,
         *,
         num_replicas: int,
+        scales: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._scales = optimizer, scales
         self.edits: list[tuple[str, float]] = []
         """What clipping has done to this window's gradients."""
         self.stepped = {name for of_group in names for name in of_group}
@@ -170,12 +173,35 @@ class RemoteOptimizer:
         """
         added = self._added_groups()
         if added:
-            options = options_of(self.optimizer)[len(self._groups) :]
-            self._reducer.tell_all({"tell": "groups", "options": options, "names": added})
-            self._groups += added
-            self.stepped |= {name for names in added for name in names}
+            self._take_groups(added)
         for group in self.optimizer.param_groups:
             _empty(group)
+
+    def _take_groups(self, names: Sequence[list[str]]) -> None:
+        """Return when the nodes have added them: what they are asked next is about all that the optimizer steps."""
+        groups, parameters = self.optimizer.param_groups[len(self._groups) :], self._parameters.parameters
+        found = test_separability(self.optimizer, torch.device("cpu"), groups)  # where nodes step
+        kind = type(self.optimizer)
+        reason = found.reason if found.level == "none" or found.couples else ""
+        if kind.add_param_group is not Optimizer.add_param_group:
+            reason = reason or "it overrides add_param_group, which nodes do not call"
+        if self._scales and any(group.get("fused") for group in groups):
+            reason = reason or "fused=True would leave out a step that overflows unseen"
+        if any(p.is_complex() for group in groups for p in group["params"]):
+            reason = reason or "it has complex parameters"
+        if reason:
+            raise UnsupportedModuleError(
+                f"{kind.__name__} was given a parameter group while the module trains, which optimizer nodes cannot step: {reason}; use "
+                f"optimizer_nodes=0"
+            )
+        marks = marks_on(parameters, names)
+        options = options_of(self.optimizer)[len(self._groups) :]
+        self._reducer.tell_all({"tell": "groups", "options": options, "names": list(names), "marks": marks}).wait()
+        self._groups += names
+        self._parameters.run = ""  # who is started again has the groups of configure_optimizers
+        self.stepped |= {name for of_group in names for name in of_group}
+        for link in self._parameters.links:
+            link.ask({"ask": "groups", "count": len(self._groups)})
 
     def _added_groups(self) -> list[list[str]]:
         """The names of this rank's parameters in each; the groups before hold none, or theirs again (compat/finetuning.py)."""
@@ -277,6 +303,12 @@ class RemoteOptimizer:
         self._hook.remove()
         self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
+
+
+def marks_on(parameters: Mapping[str, nn.Parameter], names: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """What somebody has written on those of ``names``, of each group."""
+    found = {name: marks_of(parameters[name]) for of_group in names for name in of_group}
+    return {name: marks for name, marks in found.items() if marks}
 
 
 def _empty(group: dict[str, Any]) -> None:

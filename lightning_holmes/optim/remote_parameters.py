@@ -47,7 +47,7 @@ class RemoteParameters(StageShards):
         queue: where they are received, on a thread.
         num_nodes: that hold them. A stage's parameters are a unit on each, which come and go side by side.
         keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
-        run: names this fit's values, where nodes keep them when the workers are lost; empty: they do not.
+        run: names this fit's values, where nodes keep them when the workers are lost; empty: they do not, or not any more.
         adopted: the version that nodes have kept so, and go on with; 0: they are given values.
 
     Attributes:
@@ -153,6 +153,7 @@ class RemoteParameters(StageShards):
                 f"let it be trained in the first batch, or use master_weights=False or {self.cure}"
             )
         super().thaw(part)
+        self.run = ""  # who is started again may lay them out otherwise
 
     def place_of(self, num_places: int) -> dict[int, int]:
         """Which of so many nodes holds each unit: those of a stage different ones."""

@@ -408,8 +408,9 @@ class Fit(Run):
             self._lockstep.begin_step()
         if self._clock is not None:
             self._clock.begin_step(step)
+        in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
         for optimizer in trainer.strategy.optimizers:
-            self.parameter_groups.names_of(optimizer)  # of groups added since: refused, or this rank's part of them
+            self.parameter_groups.take_added(optimizer, in_window=in_window)
         self.gradients.reducer.begin(last=not self.accumulates)
         output = self.step(
             "training_step",

@@ -13,7 +13,7 @@ from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.optim.elementwise import Separability, marks_of
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
 from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
@@ -21,7 +21,7 @@ from lightning_holmes.optim.layered import LayeredReducer, choose_collective
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.node_route import choose_route
 from lightning_holmes.optim.reducer import GradientReducer
-from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer
+from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer, marks_on
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -244,13 +244,11 @@ def make_remote_gradients(
         compiled=pipeline.compiled_parameters,
     )
     units = remote.lay_out_units(dtype, master_weights=master_weights)
-    by_name = parameters.by_name
-    marks = {name: marks_of(by_name[name]) for of_group in names for name in of_group if marks_of(by_name[name])}
     place_of = remote.place_of(len(by_rank[groups.pipeline_rank]))
     links = nodes.open(
         units,
         place_of,
-        describe_optimizer(optimizer, names, marks)
+        describe_optimizer(optimizer, names, marks_on(parameters.by_name, names))
         | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
         pipeline_rank=groups.pipeline_rank,
         clusters=places,
@@ -290,7 +288,7 @@ def make_remote_gradients(
         is_eager=is_eager,
     )
     _tell_choices(reducer, route.choice, groups, all_gather)
-    states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size)
+    states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size, scales=scaler is not None)
     return Gradients(
         reducer=reducer,
         exchange=Layered(remote, reducer, states),

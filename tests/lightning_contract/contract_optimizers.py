@@ -262,6 +262,21 @@ def case_gradients_are_kept_by_their_hook(run: Run):
     return weights(module)
 
 
+@refused("SGD was given a parameter group between batches of one step")
+def case_a_group_that_is_added_between_batches_of_a_step(run: Run):
+    class Adds(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.optimizers[0].add_param_group({"params": list(self.layers[1].parameters())})
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.layers[0].parameters(), lr=0.1)
+
+    module = Adds()
+    run.fit(module, accumulate_grad_batches=2)
+    return weights(module)
+
+
 @refused("this SGD was put into trainer.optimizers")
 def case_another_optimizer_in_the_second_epoch(run: Run):
     class Swaps(Net):

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from sharded_parameter_cases import Data as WholeBatches
-from sharded_parameter_cases import Thawing, Tied
+from sharded_parameter_cases import Thawing, Tied, thaw_in_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -454,6 +454,22 @@ def _forget_states(replaced: bool) -> Any:
     return _by_hook("on_train_batch_end", forget)
 
 
+def _both(*changes: Any) -> Any:
+    def change(module: pl.LightningModule, trainer: Trainer) -> None:
+        for each in changes:
+            each(module, trainer)
+
+    return change
+
+
+def _adds_the_scale(when: Any) -> Any:
+    def add(module: Any) -> None:
+        if when(module):
+            module.optimizers().add_param_group({"params": [module.scale]})
+
+    return _by_hook("on_train_batch_start", add)
+
+
 REFUSED: dict[str, Any] = {
     "a hook of the step": _changed(lambda optimizer: optimizer.register_step_post_hook(lambda *_: None)),
     "a step that is replaced": _changed(_replace_step),
@@ -472,6 +488,12 @@ REFUSED: dict[str, Any] = {
     "a group before a step": _by_hook(
         "on_after_backward", lambda module: module.optimizers().add_param_group({"params": [module.scale]})
     ),
+    "a group for an optimizer with a way of its own": _both(
+        _with(lambda parameters: TakesItsOwnWay(parameters, lr=0.1)),
+        _adds_the_scale(lambda module: module.global_step == 1),
+    ),
+    "a group between two batches of a step": _adds_the_scale(lambda module: module.trainer.fit_loop.batch_idx == 1),
+    "thawed in a step": thaw_in_step,
     "a parameter in another group": _by_hook(
         "on_train_batch_start",
         lambda module: (
@@ -485,7 +507,8 @@ def run_refusals(folder: Path) -> dict[str, Any]:
     """What each says, on one worker; and weights of a fit after them."""
     found: dict[str, Any] = {}
     for why, change in REFUSED.items():
-        module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1))
+        every = 2 if "between two batches" in why else 1
+        module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1), accumulate_grad_batches=every)
         change(module, trainer)
         try:
             trainer.fit(module, datamodule=Data())
@@ -527,10 +550,32 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
 
 
+class Scaled(torch.optim.SGD):
+    """Steps by what is written on a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(getattr(parameter, "lr_scale", 1.0))
+        super().step()
+        return loss
+
+
+class TakesItsOwnWay(torch.optim.SGD):
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+
+
 class Grows(Tied):
     """Begins with the embedding in its optimizer."""
 
     def configure_optimizers(self) -> Any:
+        if self.optimizer == "scaled":
+            for number, parameter in enumerate(self.layers.parameters()):
+                parameter.lr_scale = 0.5 + 0.1 * number  # type: ignore[attr-defined]
+            return Scaled(self.embedding.parameters(), lr=0.01)
         if self.optimizer == "adamw":
             return torch.optim.AdamW(self.embedding.parameters(), lr=0.01, eps=1e-4)
         return torch.optim.SGD(self.embedding.parameters(), lr=0.1, momentum=0.9)
@@ -538,6 +583,7 @@ class Grows(Tied):
 
 ADDED: dict[str, tuple[type[pl.Callback], str, dict[str, Any], dict[str, Any]]] = {
     "a group": (Adds, "sgd", {}, {}),
+    "a group by what is written on its parameters": (Adds, "scaled", {}, {}),
     "a group on disk": (Adds, "adamw", {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
     "a group of a pipeline's": (Adds, "adamw", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
     "finetuning": (Unfreezes, "adamw", {}, {}),

@@ -326,6 +326,16 @@ def _watch(module: pl.LightningModule, trainer: Trainer) -> None:
     trainer.callbacks.append(Watched())  # type: ignore[attr-defined]
 
 
+def thaw_in_step(module: Any, trainer: Trainer) -> None:
+    own = module.training_step
+
+    def training_step(batch: Tensor, batch_idx: int) -> Any:
+        module.scale.requires_grad_(batch_idx == 1)
+        return own(batch, batch_idx)
+
+    module.training_step = training_step
+
+
 def _use_gradient(use: Callable[[Tensor], Any]) -> Any:
     def add(module: pl.LightningModule, trainer: Trainer) -> None:
         class Use(pl.Callback):
@@ -369,6 +379,7 @@ class Watching(pl.Callback):
 REFUSED = {
     "an average by norms": _average,
     "an average that is watched": _watch,
+    "thawed in a step": thaw_in_step,
     "a gradient is read": _use_gradient(lambda weight: weight.grad),
     "a gradient is written": _use_gradient(lambda weight: setattr(weight, "grad", None)),
 }

@@ -257,6 +257,9 @@ def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: d
         ("an option that changes in the last step", "and [{'lr': 0.03125,"),
         ("thawed on disk", "is trained from now on, but was frozen when its place on disk was taken"),
         ("thawed without a master", "is trained from now on, but was frozen when optimizer nodes were given it"),
+        ("a group for an optimizer with a way of its own", "it overrides add_param_group, which nodes do not call"),
+        ("a group between two batches of a step", "SGD was given a parameter group between batches of one step"),
+        ("thawed in a step", "scale was frozen when the batch began, and is trained in it: its gradient would be lost"),
         ("a group before a step", "SGD was given a parameter group between a batch's beginning and its step"),
         (
             "a parameter in another group",

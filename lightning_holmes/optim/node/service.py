@@ -7,6 +7,7 @@ that one's), the end of a window of batches, and a commit for each optimizer ste
     keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
     norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
     states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
+    groups {count}                that so many of the optimizer's groups are known
     settle {window}               that the commit of a window, and with it all before, is found to be right, and done
     sees {folder, name}           whether the node sees a file, and can write beside it
     rest                          the run has ended well: from here on a connection may close
@@ -125,6 +126,7 @@ class Service:
             "keys": self._keys,
             "load": self._load,
             "settle": self._settle,
+            "groups": self._groups,
             "sees": self._sees,
             "rest": self._rest,
             "try": self._try,
@@ -404,6 +406,10 @@ class Service:
 
     def _settle(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         self._wait(lambda: self._last_window >= message["window"])
+        return {}
+
+    def _groups(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
+        self._wait(lambda: all(len(unit.told["groups"]) >= message["count"] for unit in self._units.values()))
         return {}
 
     def _sees(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:

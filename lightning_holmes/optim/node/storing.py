@@ -1,6 +1,7 @@
 """Where an optimizer node keeps its units: in memory, or in a file, with as much memory as it may take."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -37,7 +38,9 @@ def make_units(
     limit = options.memory_bytes
     if folder is None:
         if limit is not None:
-            _check_memory(needs, limit, name=name)
+            stepped = {n for names in optimizer["names"] for n in names}
+            may_be = {i: replace(u, is_trained=u.is_trained or bool(stepped & {*u.names})) for i, u in layouts.items()}
+            _check_memory({i: needs_of(u, optimizer["state_bytes"]) for i, u in may_be.items()}, limit, name=name)
         return {i: Unit(layouts[i], kind, optimizer, num_workers=num_workers) for i in layouts}, None
     if not layouts:
         return {}, None

@@ -62,10 +62,15 @@ class Unit:
         self._norms: dict[tuple[int, str], float] = {}  # after so many edits
         self._before_change: list[Callable[[Unit], None]] = []
 
-    def add_groups(self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]]) -> None:
+    def add_groups(
+        self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]], marks: Mapping[str, Any]
+    ) -> None:
         """The workers' optimizer has been given these groups, of parameters that are here or elsewhere; between two updates."""
         with self._lock:
+            for name in marks.keys() & self.parameters.keys():
+                vars(self.parameters[name]).update(marks[name])
             self.told = self.told | {
+                "marks": self.told["marks"] | marks,
                 "groups": [*self.told["groups"], *options],
                 "names": [*self.told["names"], *names],
             }

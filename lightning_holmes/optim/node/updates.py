@@ -143,7 +143,8 @@ class Updates:
             if self._is_over:
                 return
         for unit in self._units:
-            unit.add_groups(message["options"], message["names"])
+            unit.add_groups(message["options"], message["names"], message["marks"])
+        self._changed()
 
     def _is_settled(self, unit: Unit) -> bool:
         """Its last update has been made."""

@@ -52,6 +52,7 @@ class ParameterGroups(Replacements):
         self._pipeline = pipeline
         self._optimizers = list(optimizers)
         self._names = list(names)
+        self._num_taken = [len(of_optimizer) for of_optimizer in names]  # groups that there were before a batch
         self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
         self._own_values, self._gather = values, gather
 
@@ -60,10 +61,28 @@ class ParameterGroups(Replacements):
         local = self._pipeline.local_parameters
         for index, optimizer in enumerate(self._optimizers):
             self._names[index] = checkpoint.parameter_group_names(self._pipeline, optimizer)
+            self._num_taken[index] = len(self._names[index])
             checkpoint.keep_local_parameters(optimizer.param_groups, self._names[index], local)
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in held]:
                 del optimizer.state[parameter]
+
+    def take_added(self, optimizer: Optimizer, *, in_window: bool) -> None:
+        """Before a batch: this rank's part of groups that were added since the last one.
+
+        Args:
+            in_window: batches before it have gathered gradients for the same step.
+
+        Raises:
+            UnsupportedModuleError: a group was added there, whose parameters may have gradients of any batch before.
+        """
+        index, count = self._index(optimizer), len(self.names_of(optimizer))
+        before, self._num_taken[index] = self._num_taken[index], count
+        if count > before and in_window:
+            raise UnsupportedModuleError(
+                f"{type(optimizer).__name__} was given a parameter group between batches of one step (accumulate_grad_batches), when plain "
+                f"Lightning steps with all gradients that its parameters have had since the epoch began: add it before the first of them"
+            )
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of all parameters, of all stages, in each group of ``optimizer``; also of groups that were added
@@ -72,6 +91,15 @@ class ParameterGroups(Replacements):
         Raises:
             UnsupportedModuleError: the optimizer is none of those that the run began with.
         """
+        index = self._index(optimizer)
+        known = len(self._names[index])
+        if len(optimizer.param_groups) > known:
+            added = checkpoint.parameter_group_names(self._pipeline, optimizer, known)
+            self._names[index] = [*self._names[index], *added]
+            checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
+        return self._names[index]
+
+    def _index(self, optimizer: Optimizer) -> int:
         index = next((i for i, o in enumerate(self._optimizers) if o is optimizer), None)
         if index is None:
             raise UnsupportedModuleError(
@@ -79,12 +107,7 @@ class ParameterGroups(Replacements):
                 f"gradients and states belong to those of configure_optimizers. Return it there, change the options of its "
                 f"param_groups in mid-run, or begin another fit with ckpt_path"
             )
-        known = len(self._names[index])
-        if len(optimizer.param_groups) > known:
-            added = checkpoint.parameter_group_names(self._pipeline, optimizer, known)
-            self._names[index] = [*self._names[index], *added]
-            checkpoint.keep_local_parameters(optimizer.param_groups[known:], added, self._pipeline.local_parameters)
-        return self._names[index]
+        return index
 
     def __enter__(self) -> Self:
         for callback in self._finetuning:
