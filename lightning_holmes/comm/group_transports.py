@@ -78,12 +78,11 @@ class GroupTransports:
         if not is_free or not all(nic is not None and nic.interface for nic in others):
             return False
         for name in (WAITS_BY_HOST, WAITED_BY_HOST) if self._backend == "nccl" else ():
-            if (self._user.get(name) or "1").lower() not in ("0", "n", "no", "f", "false"):
-                continue
-            raise ConfigurationError(
-                f"{self._user.describe(name)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
-                f"repeat_transfers=True goes on then: remove the setting, or the argument"
-            )
+            if (self._user.get(name) or "").lower() in ("0", "n", "no", "f", "false"):
+                raise ConfigurationError(
+                    f"{self._user.describe(name)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
+                    f"repeat_transfers=True goes on then: remove the setting, or the argument"
+                )
         return True
 
     def names_of_cards(self, interfaces: Iterable[str]) -> list[tuple[str, str]]:

@@ -26,8 +26,9 @@ from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
 from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
-from lightning_holmes.optim.stage_shards import Part, StageShards
+from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
@@ -83,10 +84,9 @@ class LayeredReducer:
         self._trained = {stage: [p for p in parts if p.stage == stage] for stage in (*self._stages, None)}
         self._names = [name for part in parts for name in part.names]
         self._buffers = StageBuffers({stage: self._sizes(stage) for stage in self._stages}, self._device)
-        self._hook_parameters()
 
     def _hook_parameters(self) -> None:
-        """Of a part some may be frozen still."""
+        """Those that are trained by now; of a part some may be frozen still."""
         for name in self._names:
             parameter = self.parameters[name]
             if name not in self._hooks and parameter.requires_grad:

@@ -22,15 +22,15 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
-from lightning_holmes.optim.elementwise import marks_of, test_separability
+from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
+from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.remote_parameters import RemoteParameters
-from lightning_holmes.optim.stage_shards import Part
 
 
 class RemoteReducer(LayeredReducer):
@@ -171,10 +171,13 @@ class RemoteOptimizer:
         Raises:
             UnsupportedModuleError: what is in another group has changed.
         """
+        groups = self.optimizer.param_groups
+        if len(groups) == len(self._groups) and not any(group["params"] for group in groups):
+            return
         added = self._added_groups()
         if added:
             self._take_groups(added)
-        for group in self.optimizer.param_groups:
+        for group in groups:
             _empty(group)
 
     def _take_groups(self, names: Sequence[list[str]]) -> None:
@@ -182,13 +185,9 @@ class RemoteOptimizer:
         groups, parameters = self.optimizer.param_groups[len(self._groups) :], self._parameters.parameters
         found = test_separability(self.optimizer, torch.device("cpu"), groups)  # where nodes step
         kind = type(self.optimizer)
-        reason = found.reason if found.level == "none" or found.couples else ""
+        reason = refusal_of_groups(groups, found, scales=self._scales)
         if kind.add_param_group is not Optimizer.add_param_group:
             reason = reason or "it overrides add_param_group, which nodes do not call"
-        if self._scales and any(group.get("fused") for group in groups):
-            reason = reason or "fused=True would leave out a step that overflows unseen"
-        if any(p.is_complex() for group in groups for p in group["params"]):
-            reason = reason or "it has complex parameters"
         if reason:
             raise UnsupportedModuleError(
                 f"{kind.__name__} was given a parameter group while the module trains, which optimizer nodes cannot step: {reason}; use "
@@ -303,6 +302,22 @@ class RemoteOptimizer:
         self._hook.remove()
         self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
+
+
+def refusal_of_groups(groups: Sequence[Mapping[str, Any]], found: Separability, *, scales: bool) -> str:
+    """Why optimizer nodes cannot step these groups of an optimizer with the same numbers; empty if they can.
+
+    Args:
+        found: how they can be stepped apart.
+        scales: a GradScaler looks for overflows.
+    """
+    if found.level == "none":
+        return found.reason
+    if any(p.is_complex() for group in groups for p in group["params"]):
+        return "it has complex parameters"
+    if scales and any(group.get("fused") for group in groups):
+        return "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
+    return ""
 
 
 def marks_on(parameters: Mapping[str, nn.Parameter], names: Iterable[Iterable[str]]) -> dict[str, Any]:

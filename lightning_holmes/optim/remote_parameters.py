@@ -29,9 +29,10 @@ from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
+from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.shards import Piece
 from lightning_holmes.optim.stage_buffers import allocate
-from lightning_holmes.optim.stage_shards import Part, StageShards
+from lightning_holmes.optim.stage_shards import StageShards
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAST_VALUES_S = 10.0  # how long a run that has failed waits for the values of its last step

@@ -19,7 +19,7 @@ Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,44 +29,11 @@ from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 
 _SMALL = 1 / 16  # of the largest stage: what small stages may take beside the buffers
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Part:
-    """Parameters that lie side by side, and come and go together.
-
-    Attributes:
-        names, shapes, starts: of each parameter, and where it begins.
-        numel: with padding; a multiple of the number of replicas.
-        stage: the one that reads them; None: several do, or a small one does.
-        ranks: the pipeline ranks that hold them, too; () where there are no others.
-        is_trained: one of them has had requires_grad when they were laid out, or later.
-        shard: (numel / replicas,): this replica's share of the values.
-        gradient: likewise of the reduced gradients of this window; None before the first.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
-    starts: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    stage: int | None
-    ranks: tuple[int, ...]
-    is_trained: bool
-    shard: Tensor
-    gradient: Tensor | None = None
-
-    def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The parameters in ``buffer``, (numel,)."""
-        return {
-            name: buffer[start : start + shape.numel()].view(shape)
-            for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
-        }
 
 
 class StageShards:
@@ -216,11 +183,11 @@ class StageShards:
 
     def has(self, part: Part) -> bool:
         """Whether a part lies here in the same way, in other shards."""
-        return any(_alike(part, own) for own in self.parts)
+        return any(part.is_like(own) for own in self.parts)
 
     def give(self, part: Part) -> Tensor:
         """The share of a part that :meth:`has` found."""
-        return next(own.shard for own in self.parts if _alike(part, own))
+        return next(own.shard for own in self.parts if part.is_like(own))
 
     def destination(self, name: str) -> int:
         """The replica that brings a parameter into a folder."""
@@ -493,10 +460,6 @@ def _small_stages(stage_of: Mapping[str, int], parameters: Mapping[str, nn.Param
     ascending = sorted(sizes, key=lambda stage: (sizes[stage], stage))
     totals = itertools.accumulate(sizes[stage] for stage in ascending)
     return {stage for stage, total in zip(ascending, totals, strict=True) if total <= _SMALL * max(sizes.values())}
-
-
-def _alike(one: Part, other: Part) -> bool:
-    return (one.names, one.starts, one.numel, one.dtype) == (other.names, other.starts, other.numel, other.dtype)
 
 
 def _sizes(parts: Iterable[Part]) -> list[tuple[int, torch.dtype]]:

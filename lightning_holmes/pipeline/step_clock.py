@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,20 @@ class StepClock(StepObserver):
         start = self.mark()
         yield
         self.add(kind, start)
+
+    @contextmanager
+    def noting_update(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Around an optimizer's step with the closure that this gives: note the time from the gradients to the end."""
+        after: list[Any] = []
+
+        def timed_closure() -> Any:
+            result = closure()
+            after[:] = [self.mark()]
+            return result
+
+        yield timed_closure
+        if after:
+            self.add("update", after[0])
 
     def begin_step(self, number: int) -> None:
         """A training batch begins; the one before lasted until now."""

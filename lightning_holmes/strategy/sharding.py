@@ -21,6 +21,7 @@ from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.remote import refusal_of_groups
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -295,12 +296,8 @@ def refusal_of_nodes(
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
-    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if scaled and any(group.get("fused") for group in optimizer.param_groups):
-        refusal = (
-            refusal
-            or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
-        )
+    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+    refusal = refusal or refusal_of_groups(optimizer.param_groups, found, scales=scales)
     if torch.is_anomaly_enabled():
         refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal

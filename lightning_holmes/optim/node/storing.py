@@ -33,7 +33,6 @@ def make_units(
         ConfigurationError: there is not the memory, or not the space.
     """
     optimizer, num_workers = told["optimizer"], told["num_workers"]
-    needs = {index: needs_of(layout, optimizer["state_bytes"]) for index, layout in layouts.items()}
     folder = options.folder(told["states"], name=name)
     limit = options.memory_bytes
     if folder is None:
@@ -44,6 +43,7 @@ def make_units(
         return {i: Unit(layouts[i], kind, optimizer, num_workers=num_workers) for i in layouts}, None
     if not layouts:
         return {}, None
+    needs = {index: needs_of(layout, optimizer["state_bytes"]) for index, layout in layouts.items()}
     # an update's own memory: first states, and states that are loaded, come into new memory; others than fused kernels have
     # intermediate values; gradients of another type are cast, and masters rounded
     fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())

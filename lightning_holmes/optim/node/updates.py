@@ -73,11 +73,10 @@ class Updates:
 
     def add_groups(self, worker: int, message: dict[str, Any]) -> None:
         """A worker's optimizer has been given more groups of parameters, before what it does next."""
-        with self._lock:
-            self._added[worker].append(message)
-            if not all(self._added):
-                return
-            first, *others = [added.popleft() for added in self._added]
+        told = self._told_by_all(self._added, worker, message)
+        if told is None:
+            return
+        first, *others = told
         if any(other != first for other in others):
             raise ConnectionLostError(f"workers add different groups of parameters: {first} and {others}")
         self._orders.put(lambda: self._add(first))
@@ -88,11 +87,10 @@ class Updates:
 
     def commit(self, worker: int, message: dict[str, Any]) -> None:
         """A worker's optimizer has stepped."""
-        with self._lock:
-            self._commits[worker].append(message)
-            if not all(self._commits):
-                return
-            first, *others = [commits.popleft() for commits in self._commits]
+        told = self._told_by_all(self._commits, worker, message)
+        if told is None:
+            return
+        first, *others = told
         for other, commit in enumerate(others, start=1):
             if repr(commit) != repr(first):  # a norm that is no number is unlike itself
                 what = next(key for key in first if repr(commit.get(key)) != repr(first[key]))
@@ -100,6 +98,14 @@ class Updates:
                     f"workers 0 and {other} step with different {what}: {first[what]} and {commit[what]}"
                 )
         self._orders.put(lambda: self._finish_step(first))
+
+    def _told_by_all(
+        self, told: list[deque[dict[str, Any]]], worker: int, message: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """The messages of all workers, if with this one each has told its next one; they are taken out then."""
+        with self._lock:
+            told[worker].append(message)
+            return [of_worker.popleft() for of_worker in told] if all(told) else None
 
     def on_room(self) -> None:
         """Memory has become free: more can be read ahead."""
