@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_holmes.optim.node.disk import StateFile
 from lightning_holmes.optim.node.memory import PAGE, Memory
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 from lightning_holmes.optim.node.store import share_out
+from lightning_holmes.optim.node.stored_unit import StoredUnit
 
 OVERHEAD = 100 << 20  # what a service leaves for other things than its buffers, and a little
 ROOMS = {"the least": 350_000, "little": 500_000, "some": 800_000, "for all": 100 << 20}
@@ -69,6 +71,27 @@ def test_masters_on_disk_are_the_same_bit_for_bit(optimizer: str, tmp_path: Path
         assert {name for name, key in states if key == "master_weight"} == {name for name, _ in states}
         assert states.keys() == their_states.keys()
         assert all(torch.equal(state, their_states[key]) for key, state in states.items())
+
+
+def test_gradients_whose_update_is_due_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor read again: their memory comes back with the update. The first update waits here until memory has become tight."""
+    spill, prepare = StoredUnit.spill, StoredUnit.prepare
+    is_tight = threading.Event()
+    written = []
+
+    def watched_spill(self: StoredUnit) -> bool:
+        written.append(spill(self))
+        is_tight.set()
+        return written[-1]
+
+    def late_prepare(self: StoredUnit, *, ahead: bool = False) -> bool:
+        assert ahead or is_tight.wait(30)
+        return not ahead and prepare(self)
+
+    monkeypatch.setattr(StoredUnit, "spill", watched_spill)
+    monkeypatch.setattr(StoredUnit, "prepare", late_prepare)
+    run("adamw", "eager", 1, str(tmp_path), OVERHEAD + ROOMS["little"])
+    assert written and not any(written)
 
 
 def test_loaded_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
