@@ -198,6 +198,11 @@ def test_a_command_line_has_the_methods_that_are_overridden_and_reads_values_of_
             parser._subcommands_action.add_subcommand("other", type(parser)())
             added.extend(parser._subcommands_action.choices)
 
+        def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+            if subcommand == "validate":
+                return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+            return self.init_parser(**kwargs)
+
         def _parse_ckpt_path(self) -> None:
             added.append("no path")
 
@@ -206,6 +211,8 @@ def test_a_command_line_has_the_methods_that_are_overridden_and_reads_values_of_
 
     cli = CLI(BoringModel, args=["validate", "--trainer.accelerator=cpu", "--trainer.logger=false"])
     assert {"fit", "validate", "test", "predict", "other"} < set(added) and added[-2:] == ["no path", "validate"]
+    for name, parser in cli.parser._subcommands_action.choices.items():
+        assert ("--trainer.accelerator" in parser._option_string_actions) == (name == "validate"), name
     assert isinstance(private.config_value(cli, cli.config_init, "model"), BoringModel)
     assert private.config_value(cli, cli.config_init, "nothing") is None
     assert isinstance(cli.parser, argparse.ArgumentParser)

@@ -18,6 +18,7 @@ HOME = {"torch": "torch_private.py"} | dict.fromkeys(
 # Methods that a class of ours overrides, each with a test in tests/test_lightning_private.py or test_torch_private.py.
 OVERRIDDEN = {
     ("cli.py", "_add_subcommands"),
+    ("cli.py", "_prepare_subcommand_parser"),
     ("cli.py", "_run_subcommand"),
     ("models/hf.py", "_apply"),
     ("models/lora.py", "_build"),  # of HFCausalLM
