@@ -43,6 +43,7 @@ _NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others 
 _POLL_S = 1.0
 _KEPT_S = 1800.0  # torch's timeout
 _SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
+_ASK_S = 1.0  # unless it does when it is asked: on a busy machine it is the watch that is late
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
 _GRACE_S = 8.0
 _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to answer its last request
@@ -115,7 +116,7 @@ class FailureWatch:
         """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands: returned, as far
         as it is known."""
         atexit.unregister(FailureWatch._see_off)
-        if self._reachable():
+        if self._answers():
             _in_thread(lambda: self._tell(exception), timeout_s=2 * _NOTICE_S)
         self._end(timeout_s=5.0 if self._reachable() else 0.0)
         return self._cause
@@ -123,6 +124,17 @@ class FailureWatch:
     def _reachable(self) -> bool:
         """Whether the store has answered lately."""
         return not self._gone.is_set() and time.monotonic() - self._answered < _SILENCE_S
+
+    def _answers(self) -> bool:
+        """Likewise, or whether it does now."""
+        if not self._reachable() and not self._gone.is_set():
+            _in_thread(self._ask, timeout_s=_ASK_S)
+        return self._reachable()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Exception):
+            self._cause = self._look() or self._cause
+            self._answered = time.monotonic()
 
     def _tell(self, exception: BaseException) -> None:
         with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
@@ -244,6 +256,7 @@ class FailureWatch:
         if isinstance(exception, RemoteError) or not is_lost(exception):
             return exception
         end = time.monotonic() + _CAUSE_S
+        self._answers()
         # the thread looks, which may not come back
         while self._cause is None and time.monotonic() < end and self._reachable() and not self._is_alone():
             time.sleep(0.05)
@@ -263,10 +276,13 @@ class FailureWatch:
         """Who keeps this rank waiting, as far as that is known; empty: nobody."""
         if self._reachable() or self._kept_at is None:
             return self.stalls.told
+        place = f"the job's store at {self._kept_at[0]}:{self._kept_at[1]}"
+        if self._gone.is_set():
+            return f"{place} is gone: the process that keeps it, rank 0 or torchrun on its host, has ended"
         silent_s = time.monotonic() - self._answered
         return (
-            f"the job's store at {self._kept_at[0]}:{self._kept_at[1]} has not answered for {silent_s:.0f} s: the process that keeps it, "
-            f"rank 0 or torchrun on its host, is stopped or swapped out, or its host is cut off"
+            f"{place} has not answered for {silent_s:.0f} s: the process that keeps it, rank 0 or torchrun on its host, is stopped or "
+            f"swapped out, or its host is cut off"
         )
 
     def stop(self) -> None:

@@ -262,6 +262,9 @@ class RunCheckpoints:
         if failed and (not self._writes_folders or is_sharded):
             warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
             return
+        if failed and self.job.connection.told:  # that rank does not come, and may take the job's store with it
+            warnings.warn(f"{path} is not saved: {self.job.connection.told}")
+            return
         if self._is_half_done:
             warnings.warn(f"{path} is not saved: {_HALF_DONE}")
             return

@@ -51,6 +51,7 @@ class Connection:
         inventory: of this host; None where all ranks are on one host, or :meth:`open` has not been called.
         user: the settings of libraries that the user has made in the environment.
         failed: this rank has failed since :meth:`open`, or been told so: others do not come to collectives any more.
+        told: which rank had failed before, and why, where this one has ended because of it; else empty.
         moves: brings groups to other cards; None: no rank has such.
         watch: talks to the other ranks beside their collectives; None between runs and after a failure.
     """
@@ -66,7 +67,7 @@ class Connection:
         self.backend = options.process_group_backend or default
         self.inventory: HostInventory | None = None
         self.user = UserSettings()
-        self.failed = False
+        self.failed, self.told = False, ""
         self.watch: FailureWatch | None = None
         self._environment = environment
         self._has_groups = False
@@ -86,7 +87,7 @@ class Connection:
         Raises:
             ConfigurationError: the settings of this host do not allow it; the other ranks are told.
         """
-        self.failed = False
+        self.failed, self.told = False, ""
         if self.world_size == 1:
             return
         if self.backend == "gloo" and self.device.type == "cuda":
@@ -238,6 +239,7 @@ class Connection:
                 pass
         if self.watch is None:
             return
+        self.told = str(said) if isinstance(said, RemoteError) else ""
         on_end, first = self.watch.on_end, self.watch.report(said)
         self.watch = None
         line = f"[rank {self.rank}] {one_line(said)}"

@@ -130,6 +130,21 @@ def test_nobody_waits_for_a_rank_that_has_not_answered(monkeypatch: pytest.Monke
     assert not ended.is_alive()
 
 
+def test_a_rank_whose_watch_is_late_tells_and_hears_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_POLL_S", 300.0)
+    store = KeptStore()
+    watches = [failure.FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    for watch in watches:
+        watch._answered -= 10.0
+    watches[1].stalls.silent = watches[0].stalls.silent = frozenset({0, 1})  # nobody waits to be read
+    watches[0].report(ValueError("here"))
+    with pytest.raises(RuntimeError) as lost:
+        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
+    explained = watches[1].explain(lost.value)
+    assert isinstance(explained, RemoteError) and "rank 0 failed first: ValueError: here" in str(explained)
+    watches[1].stop()
+
+
 def test_who_fails_first_is_returned_to_those_that_report_after() -> None:
     store = KeptStore()
     watches = [failure.FailureWatch(store, rank=rank, world_size=1) for rank in range(2)]

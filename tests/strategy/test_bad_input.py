@@ -82,6 +82,8 @@ def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
         assert cause >= 0, f"rank {rank}: {worker.output[-3000:]}"
         if where != "killed":  # else a broken connection is all that is left of the cause
             assert all(at < 0 or cause < at for at in consequences), f"rank {rank}: {worker.output[-6000:]}"
+            if "Traceback" not in worker.output:  # it was told, and asks no store that may be gone any more
+                assert "[c10d]" not in worker.output, f"rank {rank}: {worker.output[-6000:]}"
 
 
 @pytest.mark.xdist_group("strategy_bad_input")
