@@ -117,7 +117,6 @@ class Moves:
         cards: of this rank's host that are watched; None: none.
         on_done: called with each, in a thread.
         number: moves that have begun in this run.
-        is_moving: one is under way.
     """
 
     def __init__(self, junction: Junction, transports: GroupTransports, *, rank: int, world_size: int) -> None:
@@ -126,16 +125,20 @@ class Moves:
         self._done: list[Move] = []
         self.on_done: Callable[[Move], None] = lambda move: None
         self.number = 0
-        self.is_moving = False
         self._transports = transports
         self._rank, self._world_size = rank, world_size
         self._is_over, self._has_failed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._rests = threading.Event()  # no move is under way
+        self._rests.set()
+
+    @property
+    def is_moving(self) -> bool:
+        """One is under way."""
+        return not self._rests.is_set()
 
     def settled(self) -> tuple[Move, ...]:
         """Those that came to their end, on all ranks the same, also of runs before; one that is under way is waited for."""
-        if self.is_moving and self._thread is not None:
-            self._thread.join(_MOVE_S)
+        self._rests.wait(_MOVE_S)
         return tuple(self._done)
 
     def begin_run(self, cards: CardWatch | None) -> None:
@@ -149,8 +152,7 @@ class Moves:
         self._is_over.set()
         if not well:
             self._has_failed.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rests.wait(timeout_s)
 
     def begin(self, store: Any, prefix: str, why: str, on_lost: Callable[[str], None]) -> None:
         """Begin a move, in a thread. Every rank of the job must call.
@@ -161,8 +163,8 @@ class Moves:
             why: which fault, in words.
             on_lost: called with words where it fails.
         """
+        self._rests.clear()
         self.number += 1
-        self.is_moving = True
 
         def move() -> None:
             try:
@@ -176,11 +178,9 @@ class Moves:
                 if not self._has_failed.is_set():
                     on_lost(words)
             finally:
-                self.is_moving = False
+                self._rests.set()
 
-        thread = threading.Thread(target=move, name="holmes-move", daemon=True)
-        thread.start()  # before anybody can wait for its end
-        self._thread = thread
+        threading.Thread(target=move, name="holmes-move", daemon=True).start()
 
     def _move(self, place: _Place, why: str) -> None:
         began_s = time.perf_counter()

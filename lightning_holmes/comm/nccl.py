@@ -32,6 +32,7 @@ from lightning_holmes.torch_private import is_backend_registered, nccl_error, nc
 
 NCCL = "holmes_nccl"
 _PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3  # between two looks at a kernel
+_making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +78,17 @@ def _make(options: Any, given: NcclOptions, store: Any) -> Any:
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
     """A group that is made inside has no thread that ends the process, now or after minutes, when a communicator has failed. torch gives groups none that
-    wait by the host themselves (2.13), and reads that when it makes them. The variable stays, so that threads that read others meanwhile find the environment in its place."""
-    if any(os.environ.get(name, "0") != "0" for name in (WAITS_BY_HOST, WAITED_BY_HOST)):
-        yield  # the user's own; what keeps the watchdog is refused (group_transports.py)
-        return
-    set_own({WAITS_BY_HOST: "1"})
-    try:
-        yield
-    finally:
-        set_own({WAITS_BY_HOST: "0"})
+    wait by the host themselves (2.13), and reads that when it makes them: one thread at a time. The variable stays, so that threads that read others meanwhile find the
+    environment in its place."""
+    with _making:
+        if any(os.environ.get(name, "0") != "0" for name in (WAITS_BY_HOST, WAITED_BY_HOST)):
+            yield  # the user's own; what keeps the watchdog is refused (group_transports.py)
+            return
+        set_own({WAITS_BY_HOST: "1"})
+        try:
+            yield
+        finally:
+            set_own({WAITS_BY_HOST: "0"})
 
 
 def _use(connection: "NcclConnection", rank: int, size: int) -> None:

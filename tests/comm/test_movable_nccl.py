@@ -132,6 +132,18 @@ def test_groups_are_made_without_a_watchdog_and_others_with_it(monkeypatch: pyte
     with nccl._without_watchdog():
         assert os.environ[WAITS_BY_HOST] == "1" and UserSettings.read(files=()).get(WAITS_BY_HOST) is None
     assert os.environ[WAITS_BY_HOST] == "0" and UserSettings.read(files=()).get(WAITS_BY_HOST) is None
+    inside = threading.Event()
+
+    def make_another() -> None:
+        with nccl._without_watchdog():
+            inside.set()
+
+    other = threading.Thread(target=make_another)
+    with nccl._without_watchdog():
+        other.start()
+        assert not inside.wait(0.1), "the first one that ends would give the other's group a watchdog"
+    other.join(60)
+    assert inside.is_set() and os.environ[WAITS_BY_HOST] == "0"
     monkeypatch.setenv(WAITS_BY_HOST, "yes")  # the user's
     with nccl._without_watchdog():
         assert os.environ[WAITS_BY_HOST] == "yes"

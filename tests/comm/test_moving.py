@@ -198,15 +198,38 @@ def test_a_move_at_the_end_of_a_run_is_made_by_all_ranks_or_by_none() -> None:
             thread.start()
         if number % 4:
             both[1].begin(store, "move", "a card", lost.append)
-            assert both[1]._thread is not None
-            both[1]._thread.join(60)
+            both[1].settled()
         for thread in ends:
             thread.join(60)
-        assert both[0]._thread is not None
-        both[0]._thread.join(60)
+        both[0].settled()
         choices.append(tuple(moves._transports.choices for moves in both))
         assert lost == []
     assert set(choices) == {(0, 0), (1, 1)}
+
+
+def test_whoever_asks_while_a_move_begins_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread asks at the moment when that of the move has been started."""
+    moves, goes_on, told = moves_of_two()[0], threading.Event(), []
+    start = threading.Thread.start
+
+    def asks(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "holmes-move":
+            start(asking)
+            asking.join(0.2)
+
+    def move(*_: Any) -> None:
+        assert goes_on.wait(60)
+        moves._done.append("moved")  # type: ignore[arg-type]
+
+    asking = threading.Thread(target=lambda: told.append(moves.settled()))
+    monkeypatch.setattr(moves, "_move", move)
+    monkeypatch.setattr(threading.Thread, "start", asks)
+    moves.begin(dist.HashStore(), "move", "a card", lambda words: None)
+    assert moves.is_moving and told == []
+    goes_on.set()
+    asking.join(60)
+    assert told == [("moved",)] and not moves.is_moving
 
 
 def test_a_rank_whose_run_has_ended_well_stays_until_the_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
