@@ -74,6 +74,7 @@ class Fit(Run):
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         self._found: Separability | None = None  # of the optimizer, once there is one
+        self._num_tested = 0  # of its groups
         self._on_nodes: RemoteParameters | None = None  # that stay there when the run has ended
         super().__init__(trainer, context)
         context.resumption.optimizers = []  # of a run that came to no batch
@@ -100,11 +101,7 @@ class Fit(Run):
         optimizers = strategy.optimizers
         admission.check_optimizers(optimizers)
         names = [checkpoint.parameter_group_names(self.pipeline, o) for o in optimizers]
-        placement = self.job.placement
-        wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
-        if optimizers and (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
-            self._found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
-            sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
+        self._test_optimizer(optimizers)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self.parameter_groups = self.context.undo.enter_context(
             ParameterGroups(self.pipeline, optimizers, names, callbacks, self._values, connection.all_gather)
@@ -115,6 +112,18 @@ class Fit(Run):
             self.context.undo.enter_context(unscaling_parts(scaler))
         optimizers_to_device(optimizers, connection.device)
 
+    def _test_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
+        """How the optimizer can be sharded, where it may be; again where it has been given groups before the first batch."""
+        placement, connection = self.job.placement, self.job.connection
+        wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
+        if not optimizers or not (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
+            return
+        num_groups = len(optimizers[0].param_groups)
+        if num_groups > self._num_tested:
+            self._num_tested = num_groups
+            self._found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
+            sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
+
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """After the hooks before a training batch: the first one teaches the step, and makes the plan."""
         self._has_stepped = False
@@ -122,6 +131,7 @@ class Fit(Run):
             return
         arguments = training_arguments(self.trainer, batch, batch_idx)
         with self.job.explaining():
+            self._test_optimizer(self.trainer.strategy.optimizers)
             self._make_plan([StepSample(step_name="training_step", batch=batch, arguments=arguments)])
             with self._learning():
                 self._take_part()
