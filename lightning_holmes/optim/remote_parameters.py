@@ -156,6 +156,12 @@ class RemoteParameters(StageShards):
         super().thaw(part)
         self.run = ""  # who is started again may lay them out otherwise
 
+    @property
+    def is_kept(self) -> bool:
+        """Nodes keep what they hold for a start that lays it out as it is: not where what was trained is frozen now."""
+        frozen = (p.is_trained and not all(self.parameters[n].requires_grad for n in p.names) for p in self.parts)
+        return bool(self.run) and not any(frozen)
+
     def place_of(self, num_places: int) -> dict[int, int]:
         """Which of so many nodes holds each unit: those of a stage different ones."""
         num_bytes = {i: part.numel * part.dtype.itemsize for i, part in enumerate(self.parts)}

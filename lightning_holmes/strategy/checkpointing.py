@@ -73,7 +73,7 @@ class RunCheckpoints:
     def version_on_nodes(self) -> int | None:
         """Of the values that optimizer nodes hold and will keep when workers are lost."""
         shards = self._stage_shards
-        return shards.version if isinstance(shards, RemoteParameters) and shards.run else None
+        return shards.version if isinstance(shards, RemoteParameters) and shards.is_kept else None
 
     @property
     def _writes_folders(self) -> bool:

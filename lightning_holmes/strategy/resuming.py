@@ -6,9 +6,10 @@ resumption.put_weights(pipeline)               # now it is: each rank reads its 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
@@ -80,6 +81,31 @@ class Resumption:
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
                 group.update(_settings(saved))
             self.optimizers.append(_Waiting(optimizer, state, len(optimizer.param_groups)))
+
+    def put_groups(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give optimizers the groups that they had when their states were saved, where no hook has given them again; all with the settings of then.
+
+        Args:
+            parameters: the module's, by name.
+        """
+        for place, each in enumerate(self.optimizers):
+            saved, optimizer = each.state["param_groups"], each.optimizer
+            for group in saved[len(optimizer.param_groups) :]:
+                optimizer.add_param_group(
+                    {**_settings(group), "params": [parameters[name] for name in group["params"]]}
+                )
+            for own, group in zip(optimizer.param_groups, saved, strict=False):
+                own.update(_settings(group))
+            self.optimizers[place] = replace(each, num_groups=max(each.num_groups, len(saved)))
+
+    def names_of_states(self, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> set[str]:
+        """The parameters of which states wait; ``names_of``: as below."""
+        found = set()
+        for each in self.optimizers:
+            saved = set(map(str, each.state["state"]))  # names, or numbers
+            names = [name for of_group in names_of(each.optimizer) for name in of_group]
+            found |= {name for number, name in enumerate(names) if name in saved or str(number) in saved}
+        return found
 
     def put_optimizers(self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> None:
         """Put the states, where some wait, into what this rank holds; settings that have changed meanwhile stay.

@@ -43,6 +43,7 @@ from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.strategy.switches import Saved, Switches
 
 
 class Due(Enum):
@@ -66,6 +67,7 @@ class Resumed:
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
+    switches: Saved | None = None  # before there were any
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
         """This rank's, or in another layout that of the first rank that loaded the same samples."""
@@ -118,6 +120,7 @@ class Snapshots:
         """The version of the values with which optimizer nodes go on that have kept them; 0: they are given values."""
         self.version_on_nodes: Callable[[], int | None] = lambda: None
         """Gives that of the values that nodes hold now, where they will keep them and a snapshot can do without."""
+        self.switches: Switches  # of the fit, from whoever makes that
         self.taking: Due | None = None
         self.is_active = False
         """The fit has come to its batches: what a callback trains before, in its loops, is none of it."""
@@ -250,6 +253,7 @@ class Snapshots:
             "now": [states for _, states in everyone],
             "pass_began": None if began is None else list(began),
             "first_fetch": None if first is None else list(first),
+            "switches": self.switches.read(),
         }
 
     # going on from one
@@ -456,6 +460,8 @@ class Snapshots:
 
     def _go_on(self, loop: Any, resumed: Resumed) -> None:
         """Bring loaders and random numbers to where they were between two batches."""
+        if resumed.switches is not None:
+            self.switches.put(resumed.switches)
         loop.restarting = False  # what Lightning would guess about a validation that was under way: there was none
         member = self._member
 

@@ -66,6 +66,7 @@ from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
 from lightning_holmes.strategy.snapshots import Due, Snapshots
 from lightning_holmes.strategy.starting_again import begin_snapshots
+from lightning_holmes.strategy.switches import Switches
 
 _OF_RUNS = (
     "_connection",
@@ -417,6 +418,7 @@ class HolmesStrategy(ParallelStrategy):
         with self._joined.explaining():
             self._snapshots = begin_snapshots(trainer, self._joined, self._options, self.cluster_environment)
             self._snapshots.version_on_nodes = self._version_on_nodes
+            self._snapshots.switches = Switches(lambda: self._training.pipeline, self._resumption)
             return self._snapshots.choose(find_checkpoint, ckpt_path)
 
     def _explaining(self) -> AbstractContextManager[None]:
