@@ -104,15 +104,20 @@ class RemoteParameters(StageShards):
         self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
-    def lay_out_units(self, gradient_dtype: torch.dtype | None, *, master_weights: bool) -> dict[int, UnitLayout]:
+    def lay_out_units(
+        self, gradient_dtype: torch.dtype | None, *, master_weights: bool, with_states: Collection[str] = ()
+    ) -> dict[int, UnitLayout]:
         """The units that nodes shall hold, numbered, in the order of the forward.
 
         Args:
             master_weights: they hold and step low precision in fp32.
             gradient_dtype: in which gradients gather; None: each in its parameters' own.
+            with_states: what was trained before, and takes the same place if it is frozen now.
         """
         for stage, ranks, names in self.grouped():
-            self._add(self._cut(names, stage, ranks), is_new=False)
+            part = self._cut(names, stage, ranks)
+            part.is_trained |= not set(with_states).isdisjoint(names)
+            self._add(part, is_new=False)
         self._make_buffers()
         self._has_masters = master_weights
         order = sorted(range(len(self.parts)), key=lambda i: _place(self.parts[i].stage))

@@ -299,6 +299,7 @@ class Fit(Run):
             run=snapshots.run if snapshots is not None and keep else "",
             adopt=snapshots.adopted if snapshots is not None and keep else 0,
             precision=self.trainer.precision,
+            with_states=self.context.resumption.names_of_states(self.parameter_groups.names_of),
         )
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:

@@ -1,7 +1,7 @@
 """What a fit does with gradients, made together: the reducer, the exchange that a step's schedule calls, and the host."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,6 +203,7 @@ def make_remote_gradients(
     run: str,
     adopt: int,
     precision: str,
+    with_states: Collection[str],
 ) -> Gradients:
     """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
 
@@ -217,6 +218,7 @@ def make_remote_gradients(
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: of ``precision="16-mixed"``, or None.
         run, adopt, precision: see OptimizerNodes.open.
+        with_states: parameters of which states are loaded afterwards.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
@@ -243,7 +245,7 @@ def make_remote_gradients(
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
-    units = remote.lay_out_units(dtype, master_weights=master_weights)
+    units = remote.lay_out_units(dtype, master_weights=master_weights, with_states=with_states)
     place_of = remote.place_of(len(by_rank[groups.pipeline_rank]))
     links = nodes.open(
         units,
