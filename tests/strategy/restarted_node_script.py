@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from snapshot_cases import digest_of, train
@@ -25,8 +26,8 @@ class AtStart(Callback):
         self.path.write_text(digest_of(module))
 
 
-if __name__ == "__main__":
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> None:
+    """One start of a worker, or of a node."""
     snapshots._PAUSE_SHARE = float("inf")
     SnapshotManager.is_writing = False
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
@@ -34,3 +35,7 @@ if __name__ == "__main__":
     at_start = AtStart(Path(options["folder"], f"start.{options['name']}.{os.environ['RANK']}"))
     digest = train(options, [at_start])
     Path(options["folder"], f"digest.{options['name']}.{os.environ['RANK']}").write_text(digest)
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -109,8 +109,69 @@ class Net(LightningModule):
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+
+
+class Thaws(Callback):
+    """Trains a layer from a step on; ``once``: it is told so when the epoch begins, and not when one goes on."""
+
+    def __init__(self, *, once: bool) -> None:
+        self.once = once
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        module.layers[1].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if self.once and trainer.current_epoch == 1:
+            module.layers[1].requires_grad_()
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.once:
+            module.layers[1].requires_grad_(trainer.global_step >= 4)
+
+
+class Freezes(Callback):
+    """Trains a layer no more when the second epoch has begun."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.layers[1].requires_grad_(False)
+
+
+class Adds(Callback):
+    """Adds a group when the second epoch begins."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.layers[1].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.layers[1].requires_grad_()
+            trainer.optimizers[0].add_param_group({"params": list(module.layers[1].parameters()), "lr": 0.03})
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the head, then a layer more, then all."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[3], optimizer, lr=0.03)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
+
+
+LATER: dict[str, Callable[[], Callback]] = {
+    "frozen": Freezes,
+    "thawed": lambda: Thaws(once=False),
+    "thawed once": lambda: Thaws(once=True),
+    "a group": Adds,
+    "finetuning": Unfreezes,
+}
+"""By name: what is trained later."""
 
 
 class Losses(Callback):
@@ -141,6 +202,7 @@ def train(
     workers, steps = options.get("workers", 0), options.get("steps", STEPS)
     checkpoints = options.get("checkpoints")
     kept = [ModelCheckpoint(checkpoints, save_top_k=-1, every_n_train_steps=3)] if checkpoints else []
+    later = [LATER[options["later"]]()] if "later" in options else []
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -151,7 +213,7 @@ def train(
         val_check_interval=2,
         limit_val_batches=1,
         logger=False,
-        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept, *callbacks],
+        callbacks=[Losses(folder / f"losses.{options['name']}.{rank}"), *kept, *later, *callbacks],
         enable_checkpointing=bool(kept),
         gradient_clip_val=options.get("clip"),
         accumulate_grad_batches=options.get("accumulate", 1),

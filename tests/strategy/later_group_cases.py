@@ -1,0 +1,197 @@
+"""What workers do with optimizer nodes where parameters are trained later than others: with a GradScaler, in runs that are resumed from a
+checkpoint, and in a job that is started again.
+
+Everything is compared with plain Lightning in one process on the same samples; see test_later_groups.py.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from optimizer_node_cases import Adds, Data, Grows, Unfreezes, make_trainer, state_of, states_in, with_nodes
+from sharded_parameter_cases import Thawing, Tied
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.commands import optimizer_node
+
+BEFORE, AFTER = 3, 4
+"""The last batch before groups are added, and the first one with them."""
+
+
+class Overflows(pl.Callback):
+    """Gradients of these batches overflow, counted over all epochs; notes the scale after each batch."""
+
+    def __init__(self, *batches: int) -> None:
+        self.batches, self.scales = batches, list[float]()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx in self.batches:
+            trainer.precision_plugin.scaler.update(2.0**40)  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[union-attr]
+
+
+SCALED: dict[str, tuple[Any, str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "a group after a step that is left out": (Adds, "adamw", (BEFORE,), {}, {"gradient_clip_val": 0.2}),
+    "a group before a step that is left out": (Adds, "sgd", (AFTER,), {}, {}),
+    "a group on disk": (Adds, "adamw", (BEFORE, 5), {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
+    "finetuning": (Unfreezes, "adamw", (AFTER,), {}, {}),
+    "finetuning in a pipeline": (Unfreezes, "sgd", (BEFORE, AFTER), {"pipeline": 2}, {"gradient_clip_val": 0.2}),
+    "thawed": (None, "sgd", (1, 2), {}, {}),
+    "thawed in a pipeline's window": (None, "sgd", (1, 3), {"pipeline": 2}, {"accumulate_grad_batches": 2}),
+}
+"""By name: what adds groups (nothing: the module thaws), the optimizer, which batches overflow, options of the strategy and of the trainer."""
+
+
+def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
+    """Weights, states in a file and scales of three epochs in 16 bits, with nodes where there is a ``size``: of the pipeline."""
+    found = {}
+    for number, (name, (adds, optimizer, batches, options, of_trainer)) in enumerate(SCALED.items()):
+        if size not in (None, options.get("pipeline", 1)):
+            continue
+        torch.manual_seed(7)
+        module = (Thawing if adds is None else Grows)(optimizer)
+        options = {k: str(folder / v) if k == "optimizer_states" else v for k, v in options.items()}
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, backoff_factor=2.0**-30, growth_interval=3)
+        overflows = Overflows(*batches)
+        trainer = make_trainer(
+            folder,
+            3,
+            strategy=None if size is None else with_nodes(size, 1, **options),
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+            callbacks=[overflows, *([] if adds is None else [adds()])],
+            **of_trainer,
+        )
+        trainer.fit(module, datamodule=Data())
+        file = folder / f"scaled-{number}-{size}.ckpt"
+        trainer.save_checkpoint(file)
+        found[name] = {
+            "weights": state_of(module),
+            "states": states_in(file) if trainer.global_rank == 0 else {},
+            "scales": overflows.scales,
+        }
+    return found
+
+
+class AddsAgain(Adds):
+    """In a run that is resumed the group is there before its states are read, which plain Lightning needs."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.ckpt_path:
+            added = [p for layer in pl_module.layers[1:3] for p in layer.parameters()]
+            trainer.optimizers[0].add_param_group({"params": added, "lr": 0.03})
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if not trainer.ckpt_path:
+            super().on_train_epoch_start(trainer, pl_module)
+
+
+class Thaws(pl.Callback):
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.layers[1].requires_grad_(trainer.current_epoch > 0)
+
+
+class Saves(pl.Callback):
+    """In the midst of the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+
+
+CHANGES: dict[str, type[pl.Callback]] = {
+    "a group": Adds,
+    "a group again": AddsAgain,
+    "finetuning": Unfreezes,
+    "thawed": Thaws,
+}
+WHEN = {"early": 3, "after": 4}
+"""When a checkpoint was written of a run of two epochs, and how many epochs it has when it is resumed."""
+Make = Callable[[Path], HolmesStrategy | None]
+SOURCES: dict[str, Make] = {
+    "plain": lambda folder: None,
+    "file": lambda folder: with_nodes(1),
+    "folder": lambda folder: with_nodes(1, save_distributed_checkpoint=True),
+}
+TARGETS: dict[str, Make] = {
+    "plain": lambda folder: None,
+    "nodes": lambda folder: with_nodes(2),
+    "disk": lambda folder: with_nodes(1, optimizer_states=str(folder / "states")),
+    "a stage's node each": lambda folder: with_nodes(2, pipeline=2),
+    "no node": lambda folder: HolmesStrategy(
+        pipeline_parallel_size=1, num_microbatches=2, save_distributed_checkpoint=False
+    ),
+}
+RESUMED = {
+    "plain": ("disk",),
+    "file": ("no node", "plain"),
+    "folder": ("nodes", "a stage's node each"),
+}
+"""What is resumed in which layout."""
+
+
+def build(change: str) -> Tied:
+    torch.manual_seed(7)
+    return (Tied if change == "thawed" else Grows)("adamw")
+
+
+def save_all(folder: Path, source: str) -> None:
+    """Checkpoints of a run of two epochs in which something is trained later."""
+    for change, kind in CHANGES.items():
+        saves = Saves(folder / f"{change}-{source}-early.ckpt")
+        trainer = make_trainer(folder, 2, strategy=SOURCES[source](folder), callbacks=[kind(), saves])
+        trainer.fit(build(change), datamodule=Data())
+        trainer.save_checkpoint(folder / f"{change}-{source}-after.ckpt")
+
+
+def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Weights and states, or what was said, by what is trained later and when it was saved."""
+    found: dict[str, Any] = {}
+    for change, kind in CHANGES.items():
+        for when, epochs in WHEN.items():
+            if change == "a group" and when == "after":
+                continue  # refused likewise
+            module = build(change)
+            trainer = make_trainer(folder, epochs, strategy=TARGETS[target](folder), callbacks=[kind()])
+            try:
+                trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{change}-{source}-{when}.ckpt")
+            except Exception as error:
+                found[f"{change}, {when}"] = f"{type(error).__name__}: {error}"
+                continue
+            file = folder / f"{source}-to-{target}.ckpt"
+            trainer.save_checkpoint(file)
+            states = states_in(file) if trainer.global_rank == 0 else {}
+            found[f"{change}, {when}"] = {"weights": state_of(module), "states": states}
+    return found
+
+
+def work(payload: tuple[str, str]) -> dict[str, Any]:
+    """In each process: fits with a GradScaler, and on two workers, checkpoints; those of plain Lightning lie in the folder."""
+    folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
+    size = int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {"scaled": run_scaled(folder, size)}
+    if size == 2:
+        for source, targets in RESUMED.items():
+            if source != "plain":
+                save_all(folder, source)
+            found |= {
+                f"{source} to {target}": resume_all(folder, source, target) for target in targets if target != "plain"
+            }
+    return found
+
+
+def serve(options: dict[str, Any]) -> None:
+    """Be an optimizer node, as `lightning-holmes optimizer-node` is, until the job has come to its end."""
+    script = str(Path(__file__).with_name("restarted_node_script.py"))
+    states = ["--states", options["states"]] if options["states"] else []
+    optimizer_node.main(["--master-addr", "127.0.0.1", *states, "--", script, json.dumps(options)])

@@ -1,0 +1,158 @@
+"""What is trained later than other parameters: with optimizer nodes and a GradScaler, resumed from a checkpoint, and in a job that is started again.
+
+Baseline: plain Lightning in one process, and for a job that is started again the same job without faults. Tolerance 1e-5 (fp32 and 16-mixed), of the
+largest entry; a job that is started again is the same bit for bit.
+"""
+
+import pickle
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from later_group_cases import RESUMED, SCALED, WHEN, resume_all, run_scaled, save_all, work
+from launch import forked_executable, free_port, launch, launch_raw, start_worker
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("later_groups")]
+Records = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("later")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """Plain Lightning: what it gives in 16 bits, and resumed from its own checkpoints."""
+    save_all(folder, "plain")
+    return {"scaled": run_scaled(folder), "resumed": resume_all(folder, "plain", "plain")}
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, plain: dict[str, Any]) -> Records:
+    """What each rank gives, by name: of one worker and of two."""
+    of_one, *of_two = (
+        rank
+        for size in (1, 2)
+        for rank in launch(size, f"{work.__module__}:work", (str(folder), forked_executable()), timeout_s=240)
+    )
+    resumed = {name: [rank[name] for rank in of_two] for name in of_two[0] if name != "scaled"}
+    by_ranks = {name: [rank["scaled"][name] for rank in of_two] for name in of_two[0]["scaled"]}
+    return resumed | {name: [fit] for name, fit in of_one["scaled"].items()} | by_ranks
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_what_is_trained_later_in_16_bits_is_stepped_and_left_out_as_by_plain_lightning(
+    name: str, plain: dict[str, Any], found: Records
+) -> None:
+    expected, ranks = plain["scaled"][name], found[name]
+    batches = SCALED[name][2]
+    assert all(expected["scales"][batch] < 2.0**40 for batch in batches), "these steps are left out"
+    assert all(rank["scales"] == expected["scales"] for rank in ranks)
+    for rank in ranks:
+        assert_same(rank["weights"], expected["weights"])
+    assert_same(ranks[0]["states"], expected["states"])
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("change", ["a group again", "finetuning", "thawed"])
+@pytest.mark.parametrize(("source", "target"), [(source, target) for source in RESUMED for target in RESUMED[source]])
+def test_a_checkpoint_after_it_is_resumed_as_by_plain_lightning(
+    source: str, target: str, change: str, when: str, folder: Path, plain: dict[str, Any], found: Records
+) -> None:
+    """Which forgets what a finetuning has unfrozen, until an epoch begins; on disk there is no place then for what comes."""
+    if target == "plain" and f"{source} to plain" not in found:
+        found[f"{source} to plain"] = [resume_all(folder, source, target)]
+    expected, ranks = plain["resumed"][f"{change}, {when}"], found[f"{source} to {target}"]
+    if (target, change, when) == ("disk", "finetuning", "early"):
+        assert "layers.1.down.bias is trained from now on, but was frozen" in ranks[0]["finetuning, early"]
+        return
+    for rank in ranks:
+        assert_same(rank[f"{change}, {when}"]["weights"], expected["weights"])
+    assert_same(ranks[0][f"{change}, {when}"]["states"], expected["states"])
+
+
+def test_a_checkpoint_with_a_group_more_is_refused_as_by_plain_lightning(plain: dict[str, Any], found: Records) -> None:
+    assert "a different number of parameter groups" in plain["resumed"]["a group, early"]
+    for source, targets in RESUMED.items():
+        for target in set(targets) - {"plain"}:
+            said = found[f"{source} to {target}"][0]["a group, early"]
+            of_file = "parameter groups of [1, 8] parameters, this run's of [1]"
+            assert ("and this one has not, layers.1.up.weight" if source == "folder" else of_file) in said
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "node": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
+    "disk": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
+    "nodes of a pipeline": {"optimizer_nodes": 2, "pipeline_parallel_size": 2, "num_chunks": 2},
+    "shards": {"sharded_parameters": True, "num_chunks": 4},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+MEASURED = {"schedule": "auto", "gradient_sync": "auto", "bucket_bytes": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "later"),
+    [
+        ("node", "thawed once"),
+        ("node", "finetuning"),
+        ("disk", "frozen"),
+        ("nodes of a pipeline", "a group"),
+        ("shards", "a group"),
+        ("pipeline", "thawed once"),
+    ],
+)
+def test_a_job_that_is_started_again_goes_on_with_it(
+    layout: str, later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on in the midst of an epoch, at whose beginning nobody thaws or adds anything again; the nodes are those of before."""
+    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
+    strategy = LAYOUTS[layout] | (MEASURED if layout != "pipeline" else {})
+    whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy, "later": later, "clip": 0.05}
+    expected = launch(2, "snapshot_cases:train", whole)
+    memory = str(tmp_path / "memory")
+    options = whole | {
+        "name": "killed",
+        "strategy": strategy | {"snapshot_every_n_steps": 6},
+        "snapshots": memory,
+        "kill": {"rank": 1, "step": 10, "memory": memory},
+        "states": str(tmp_path / "states") if layout == "disk" else "",
+    }
+    nodes = {tmp_path / f"node{number}": number for number in range(strategy.get("optimizer_nodes", 0))}
+    job = {"HOLMES_NODE_SECRET": "known to both", "HOLMES_NODE_PORT": str(free_port())} if nodes else {}
+    pids = []
+    for place in nodes:
+        place.mkdir()
+        (place / "payload").write_bytes(pickle.dumps((f"{work.__module__}:serve", options)))
+        pids.append(start_worker(place, 0, 2, 0, job))
+    said = []
+    for start, codes in enumerate(([1, -9], [0, 0])):
+        counted = job | {"TORCHELASTIC_RESTART_COUNT": str(start), "TORCHELASTIC_MAX_RESTARTS": "1"}
+        place = tmp_path / f"start{start}"
+        workers = launch_raw(
+            2,
+            "restarted_node_script:run",
+            options,
+            timeout_s=60,
+            folder=place,
+            environment=lambda rank, counted=counted: counted,
+        )
+        said.append("\n".join(worker.output for worker in workers))
+        assert [worker.exit_code for worker in workers] == codes, said[-1]
+    assert re.search(r"goes on from the snapshot of step 7, 3 before the last one: ", said[1]), said[1]
+    assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
+    end = time.monotonic() + 20
+    while not all((place / "exit0").exists() for place in nodes) and time.monotonic() < end:
+        time.sleep(0.02)
+    for place in nodes:
+        assert (place / "exit0").read_text() == "0", (place / "log0").read_text()
+        assert (place / "log0").read_text().count(", AdamW, for ") == 2, "it has served both starts"
