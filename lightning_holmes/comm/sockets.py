@@ -19,8 +19,10 @@ from typing import TypeAlias
 End: TypeAlias = tuple[str, int]
 """Address and port."""
 
+TCP_RTO_MAX_MS = 44
+"""The longest pause between two tries: linux/tcp.h since Linux 6.15; not yet in the socket module."""
+
 _OPEN = "/proc/self/fd"
-_TCP_RTO_MAX_MS = 44  # linux/tcp.h since Linux 6.15; not yet in the socket module
 _PROBES = 3  # of tcp_info's bytes: how often in a row something was tried that has never gone out, or for which the other end had no room
 _AGAIN_MS, _LONGEST_MS = 5_000, 120_000
 _KEPT_S = 925.0  # as long as the kernel keeps a connection that nothing is answered on, by its usual settings
@@ -48,21 +50,22 @@ def send_again_soon(peers: Collection[str], kept_s: float) -> int:
     counts tries, so that with short pauses it would give up after a minute: they are kept for ``kept_s``, or longer where the kernel would. So
     long the other end may also read nothing of what it has been sent. That time does not count for what has never gone out, since this host's own card was
     down: these tries the kernel leaves after fifteen of them. So their pauses stay long, and each call here is a try of its own. Before Linux 6.15 that is all
-    that is done.
+    that is done. Whoever has given a connection a limit of its own, as those of optimizer nodes have, is left alone.
     """
     count = 0
     for found in _sockets() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # not connected, or the kernel does not know the option
             address = found.getpeername()[0].removeprefix("::ffff:")
-            if address not in peers:
+            limit_ms = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            if address not in peers or 0 < limit_ms < int(1e3 * _KEPT_S):
                 continue
             if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PROBES + 1)[_PROBES]:
                 # sends what waits; gloo and the store have set it, too
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_MS)
-            elif found.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS) > _AGAIN_MS:
+                found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _LONGEST_MS)
+            elif found.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS) > _AGAIN_MS:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * max(kept_s, _KEPT_S)))
-                found.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MS)
+                found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _AGAIN_MS)
                 count += 1
     return count
 

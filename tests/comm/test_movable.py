@@ -50,6 +50,12 @@ def test_connections_with_other_hosts_send_again_every_five_seconds_and_are_kept
                 assert send_again_soon({"127.0.0.1"}, 0.0) == 0
                 return
             assert send_again_soon({"192.0.2.1"}, 0.0) == 0
+            for each in (ours, theirs):  # as an optimizer node's, whose silence is to be noticed
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+            send_again_soon({"127.0.0.1"}, 2000.0)
+            for each in (ours, theirs):
+                assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             assert ours.getsockopt(socket.IPPROTO_TCP, 44) == usual > 5000
             assert send_again_soon({"127.0.0.1"}, 2000.0) >= 2
             for each in (ours, theirs):

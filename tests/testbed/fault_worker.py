@@ -52,7 +52,7 @@ def rows() -> TensorDataset:
 
 class Stack(LightningModule):
     """Layers alike. ``kill``: this process ends at once, as by a fault of its host, in the midst of step KILLED_AT. ``waits``: it waits in
-    that step, in this hook, until a card goes down."""
+    that step, in this hook, until a card goes down, or a file is there."""
 
     def __init__(self, *, kill: bool = False, waits: tuple[str, str] | None = None) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Stack(LightningModule):
     def wait_in(self, hook: str) -> None:
         if self.waits is not None and hook == self.waits[0] and self.trainer.global_step == KILLED_AT:
             print("waiting", flush=True)
-            while psutil.net_if_stats()[self.waits[1]].isup:
+            while not os.path.exists(what) if "/" in (what := self.waits[1]) else psutil.net_if_stats()[what].isup:
                 time.sleep(0.01)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -221,6 +221,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         sharded_optimizer=options.get("sharded_optimizer", "auto"),
         repeat_transfers=options.get("repeats", "waits" in options),
         monitor=options.get("monitor", False),
+        optimizer_nodes=options.get("optimizer_nodes", 0),
         **snapshots,
     )
     train(

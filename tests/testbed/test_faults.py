@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 GROWING = ("num_nodes", "grows", "every")
-MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor")
+MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", "optimizer_nodes")
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(

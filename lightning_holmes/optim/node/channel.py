@@ -10,6 +10,7 @@ before anything else is read; what follows is neither signed nor encrypted.
 Plain sockets in place of gloo: no store is needed (one worker has none), a peer that ends is seen at once, and a wait can be cut.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_holmes.comm.sockets import TCP_RTO_MAX_MS
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError
 
 _PREFIX = struct.Struct("!I")
@@ -30,6 +32,7 @@ _LARGEST_HELLO = 1 << 16
 _LARGEST_HEADER = 1 << 30
 _HELLO_S = 20.0
 _LOST_S = 20  # a host that does not answer for so long is gone
+_AGAIN_S = 2  # a link that is back before is used at once; without a limit the kernel's tries double: after 13 s comes none in time
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 Address = tuple[str, int]
@@ -85,11 +88,17 @@ class Channel:
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", _LOST_S // 5 - 1)):
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", _LOST_S - 5)):
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
+            with contextlib.suppress(OSError):  # before Linux 6.15
+                connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _AGAIN_S * 1000)
+        self._ends = ""
+        with contextlib.suppress(OSError):  # it has ended already
+            (here, *_), (there, port, *_) = connection.getsockname(), connection.getpeername()
+            self._ends = f" at {there}:{port}, from {here}"
 
     @classmethod
     def connect(cls, address: Address, secret: str, hello: Mapping[str, Any], *, peer: str) -> "Channel":
@@ -212,7 +221,7 @@ class Channel:
         return buffer
 
     def _lost(self, error: OSError) -> ConnectionLostError:
-        return ConnectionLostError(f"connection lost to {self.peer}: {error}")
+        return ConnectionLostError(f"connection lost to {self.peer}{self._ends}: {error}")
 
     def close(self) -> None:
         """Let go; whoever waits in :meth:`receive`, at either end, is told."""

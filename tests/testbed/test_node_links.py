@@ -1,0 +1,119 @@
+"""Links between workers and an optimizer node that fail in mid-step: the run waits or goes on with the same losses, or all end within half a minute
+with the node's name, and the run goes on from its snapshot."""
+
+import re
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_worker import KILLED_AT, STEPS
+from launch import forked_python
+from test_faults import Cut, losses, plain, run, shown
+
+from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.optim.node.server import DEFAULT_PORT, SECRET
+
+pytestmark = [
+    pytest.mark.usefixtures("testbed_works"),
+    pytest.mark.xdist_group("testbed_faults"),
+    pytest.mark.timeout(280),
+]
+WORKERS, NODE = ("a0", "a1"), "node0"
+NOTICED_S = 30.0
+
+
+def topology(*, has_near_node: bool) -> Topology:
+    """Two workers' hosts with fast cards, and one for a node: with such a card in their cluster, or with Ethernet only in none."""
+    ethernet, fast = Nic(name="eth0", kind="ethernet"), Nic(name="mlx5_0", kind="roce")
+    hosts = tuple(Host(name=name, devices=1, nics=(fast, ethernet)) for name in WORKERS)
+    node = Host(name=NODE, devices=1, nics=(fast, ethernet) if has_near_node else (ethernet,))
+    if has_near_node:
+        return Topology(clusters=(Cluster(name="a", hosts=(*hosts, node)),))
+    return Topology(clusters=(Cluster(name="a", hosts=hosts), Cluster(name="nodes", hosts=(node,))))
+
+
+class CutAndTell(Cut):
+    """Says by a file that it has cut."""
+
+    def __init__(self, bed: Testbed, nic: str, told: Path, seconds: float | None = None) -> None:
+        super().__init__(bed, nic, "waiting", seconds)
+        self.told = told
+
+    def __call__(self, host: str, line: str) -> None:
+        is_first = self.began is None
+        super().__call__(host, line)
+        if is_first and self.began is not None:
+            self.threads[0].join()
+            self.told.touch()
+
+
+def run_with_node(bed: Testbed, folder: Path, **options: Any) -> tuple[dict[str, HostResult], HostResult]:
+    """Results of the workers' hosts, and of the node's."""
+    env = {SECRET: secrets.token_hex(16), "TORCHELASTIC_RUN_ID": "links"} | options.pop("env", {})
+    clusters = {host.name: host.cluster for host in bed.layout.hosts}
+    near = {"host_env": lambda host: {"HOLMES_CLUSTER": clusters[host]}}
+    master = bed.layout.host(WORKERS[0]).ethernet.address
+    node = [*forked_python(), "-m", "lightning_holmes.optim.node", f"{master}:{DEFAULT_PORT}", "0"]
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(bed.run, node, hosts=[NODE], env=env, timeout_s=200, **near)
+        given = {"before": forked_python(), "hosts": list(WORKERS), "env": env, "optimizer_nodes": 1} | near | options
+        return run(bed, folder, timeout_s=300, **given), serving.result()[NODE]
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "a worker's fast card, and stages": {"nic": "a1.mlx5_0", "pipeline": 2},
+    "a worker's fast card, and replicas": {"nic": "a1.mlx5_0"},
+    "a worker's Ethernet for some seconds": {"nic": "a1.eth0", "seconds": 5.0},
+    "the node's Ethernet for little less than its timeout": {"nic": f"{NODE}.eth0", "seconds": 16.0},
+    "the node's fast card for some seconds": {"nic": f"{NODE}.mlx5_0", "seconds": 5.0, "near": True},
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_and_nothing_else(
+    case: str, tmp_path: Path
+) -> None:
+    """Fast cards of workers for good, what leads to the node for less than 20 s. Baseline: one process, to 1e-5."""
+    about = CUTS[case]
+    with Testbed(topology(has_near_node="near" in about), TestbedOptions()) as bed:
+        cut = CutAndTell(bed, about["nic"], tmp_path / "cut", about.get("seconds"))
+        waits = ("training_step", str(tmp_path / "cut"))
+        results, node = run_with_node(bed, tmp_path, echo=cut, waits=waits, pipeline=about.get("pipeline", 1))
+        cut.end()
+    everything = shown(results | {NODE: node})
+    assert all(result.exit_code == 0 for result in (*results.values(), node)), everything
+    assert ("went down, which the group" in results["a0"].output) == ("a1.mlx5_0" in about["nic"]), everything
+    assert ("optimizer node 0 listens at" in results["a0"].output) == ("near" in about), everything
+    known = [losses(tmp_path, rank) for rank in range(2)]
+    assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("nic", "seconds"), [(f"{NODE}.mlx5_0", None), ("a1.mlx5_0", None), ("a1.eth0", 25.0)])
+def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the_run_goes_on_from_its_snapshot(
+    nic: str, seconds: float | None, tmp_path: Path
+) -> None:
+    """Cards for good; at the next start who has lost one uses Ethernet. Baseline: one process, to 1e-5. The timeout is five minutes."""
+    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "waits": ("training_step", str(tmp_path / "cut"))}
+    with Testbed(topology(has_near_node="mlx5" in nic), TestbedOptions()) as bed:
+        cut = CutAndTell(bed, nic, tmp_path / "cut", seconds)
+        results, node = run_with_node(bed, tmp_path, echo=cut, pipeline=1, **options)
+        assert cut.end() < NOTICED_S + 10.0, shown(results)  # and the end of processes
+        everything = shown(results | {NODE: node})
+        assert all(result.exit_code for result in (*results.values(), node)), everything
+        said = "".join(result.output for result in results.values())
+        assert re.search(r"connection lost to optimizer node 0 at [\d.]+:\d+, from [\d.]+: ", said), everything
+        again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+        results, node = run_with_node(bed, tmp_path, env=again, pipeline=1, **options)
+    everything = shown(results | {NODE: node})
+    assert all(result.exit_code == 0 for result in (*results.values(), node)), everything
+    assert "goes on from the snapshot of step" in results["a0"].output, everything
+    is_near = nic == "a1.mlx5_0"  # for the other worker the node still is
+    assert ("optimizer node 0 listens at" in results["a0"].output) == is_near, everything
+    before, after = ([losses(tmp_path, rank, attempt=attempt) for rank in range(2)] for attempt in range(2))
+    assert KILLED_AT - 1 <= min(after[0]) - 1 <= KILLED_AT + 1 and max(after[0]) == STEPS, everything
+    known = [one | other for one, other in zip(before, after, strict=True)]
+    means = {step: (known[0][step] + known[1][step]) / 2 for step in known[0]}
+    assert list(means) == list(range(1, STEPS + 1)) and means == pytest.approx(plain(), rel=1e-5)
