@@ -1,5 +1,5 @@
 """Links between workers and an optimizer node that fail in mid-step: the run waits or goes on with the same losses, or all end within half a minute
-with the node's name, and the run goes on from its snapshot."""
+with the node's name, and the run goes on from its snapshot. Cuts that mostly wait are part of `make bench`."""
 
 import re
 import secrets
@@ -72,7 +72,16 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CUTS)
+LONG = [
+    "a worker's fast card, and replicas",
+    "a worker's Ethernet for some seconds",
+    "the node's Ethernet for little less than its timeout",
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.benchmark if case in LONG else ()) for case in CUTS]
+)
 def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_and_nothing_else(
     case: str, tmp_path: Path
 ) -> None:
@@ -91,7 +100,14 @@ def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_an
     assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("nic", "seconds"), [(f"{NODE}.mlx5_0", None), ("a1.mlx5_0", None), ("a1.eth0", 25.0)])
+@pytest.mark.parametrize(
+    ("nic", "seconds"),
+    [
+        (f"{NODE}.mlx5_0", None),
+        pytest.param("a1.mlx5_0", None, marks=pytest.mark.benchmark),
+        pytest.param("a1.eth0", 25.0, marks=pytest.mark.benchmark),
+    ],
+)
 def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the_run_goes_on_from_its_snapshot(
     nic: str, seconds: float | None, tmp_path: Path
 ) -> None:
