@@ -78,8 +78,7 @@ class Resumption:
     def hold_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Keep states for later; learning rates and other settings are theirs at once."""
         for optimizer, state in zip(optimizers, states, strict=False):  # none, or fewer, as Lightning
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-                group.update(_settings(saved))
+            _put_settings(optimizer, state)
             self.optimizers.append(_Waiting(optimizer, state, len(optimizer.param_groups)))
 
     def put_groups(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -94,8 +93,7 @@ class Resumption:
                 optimizer.add_param_group(
                     {**_settings(group), "params": [parameters[name] for name in group["params"]]}
                 )
-            for own, group in zip(optimizer.param_groups, saved, strict=False):
-                own.update(_settings(group))
+            _put_settings(optimizer, each.state)
             self.optimizers[place] = replace(each, num_groups=max(each.num_groups, len(saved)))
 
     def names_of_states(self, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> set[str]:
@@ -133,6 +131,12 @@ class Resumption:
                 each.optimizer.state.clear()
 
         return hide
+
+
+def _put_settings(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Learning rates and their like of the groups that both have."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        group.update(_settings(saved))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

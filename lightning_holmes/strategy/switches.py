@@ -33,11 +33,11 @@ class Switches:
 
     def read(self) -> Saved:
         """What is off now."""
-        modules = list(self._modules.items())
+        modules = self._modules
         return {
             "requires_grad": [name for name, p in self._parameters.items() if not p.requires_grad],
-            "training": [name for name, module in modules if not module.training],
-            "track_running_stats": [name for name, m in modules if getattr(m, "track_running_stats", None) is False],
+            "training": [name for name, module in modules.items() if not module.training],
+            "track_running_stats": [n for n, m in modules.items() if getattr(m, "track_running_stats", None) is False],
         }
 
     def put(self, saved: Saved) -> None:

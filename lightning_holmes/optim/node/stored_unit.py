@@ -139,9 +139,10 @@ class StoredUnit(Unit):
         if not self._lock.acquire(blocking=False):
             return False  # it is being stepped, or summed
         try:
-            is_due = self._num_last == len(self._inbox)  # its update has been ordered, which gives the memory back
-            if self._sum is None or self._gradients is not None or self._turn or self._ahead is not None or is_due:
+            if self._sum is None or self._gradients is not None or self._turn or self._ahead is not None:
                 return False
+            if self._is_complete:
+                return False  # its update has been ordered, which gives the memory back
             if self._gradient_at in self._writes:  # of a window that was left out
                 self._writes[self._gradient_at].wait()
             buffer = self._store.gradients.whole(self._sum)

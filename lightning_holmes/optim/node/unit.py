@@ -175,8 +175,13 @@ class Unit:
             while self._inbox[self._turn]:
                 self.add(*self._inbox[self._turn].popleft())
                 self._turn = (self._turn + 1) % len(self._inbox)
-                is_complete = self._num_last == len(self._inbox)
+                is_complete = self._is_complete
             return is_complete
+
+    @property
+    def _is_complete(self) -> bool:
+        """All workers' last gradients of the window have been added."""
+        return self._num_last == len(self._inbox)
 
     def add(self, window: int, touched: Collection[str], gradient: Tensor | None, is_last: bool) -> None:
         """Add a worker's gradients of a window, if it has sent some; the lock is held."""
