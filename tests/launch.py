@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,12 @@ def prepare_for_fits() -> None:
     gc.freeze()
 
 
+def keep_what_is_left() -> None:
+    """Between fits of one process: what the last one has left, caches and imports, stays; the next ones' collections do not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(listener: socket.socket) -> Callable[[], None] | None:
     """Fork a worker for each line of standard input, and write down how each ended; and a process for each connection,
     and tell how it ended. Returns, in a forked process, what it is to do."""
@@ -208,6 +215,8 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
     with contextlib.suppress(ImportError):  # an extra; half a second in each worker that has a model of its
         importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its 176 libraries apart, in each worker
     workers: dict[int, Path] = {}
     clients: dict[socket.socket, int] = {}
     buffer = b""

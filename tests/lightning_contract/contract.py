@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from contract_models import batches
 from covering import EXHAUSTIVE
-from launch import Worker, launch_raw
+from launch import Worker, keep_what_is_left, launch_raw
 from lightning.pytorch import Trainer
 
 from lightning_holmes import HolmesStrategy
@@ -264,6 +264,7 @@ def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
         temporary.rename(temporary.with_suffix(""))
         if record.error and LAYOUTS[layout] > 1:
             return
+        keep_what_is_left()
 
 
 def run_case(case: Case, layout: str, folder: Path, timeout_s: float) -> Record:

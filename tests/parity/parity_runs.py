@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from launch import launch_raw
+from launch import keep_what_is_left, launch_raw
 from lightning.pytorch import Trainer
 from parity_fit import Fit
 from parity_models import FAMILIES, REFUSED
@@ -104,6 +104,7 @@ def work(payload: tuple[str, list[Fit]]) -> None:
         temporary.rename(temporary.with_suffix(""))
         if record.error:
             return
+        keep_what_is_left()
 
 
 def run_fit(fit: Fit) -> tuple[Record, int]:

@@ -23,6 +23,9 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 _WITHOUT_LIGHTNING = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath"}
 """Packages that have nothing of Lightning's, and half of all names. A user's file that is called as one of them is left to the tripwires."""
+_searched: dict[str, tuple[int, int]] = {}
+"""Modules in which it was not found, each with its identity and number of names: to look through all of them costs 8 ms a fit. Who puts it in the
+place of another name afterwards is left to the tripwires."""
 
 
 class GradNormExchange(Replacements):
@@ -48,10 +51,15 @@ class GradNormExchange(Replacements):
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in _WITHOUT_LIGHTNING:
                 continue
-            held = dict(getattr(module, "__dict__", {}))  # whatever stands for a module
-            names = [key for key, value in held.items() if value is lightnings_grad_norm]
+            held = getattr(module, "__dict__", {})  # whatever stands for a module
+            seen = id(module), len(held)
+            if _searched.get(name) == seen:
+                continue
+            names = [key for key, value in dict(held).items() if value is lightnings_grad_norm]
             if names and name != __name__:
                 self.replace(module, **dict.fromkeys(names, self.grad_norm))
+            else:
+                _searched[name] = seen
         return self
 
     def grad_norm(
