@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
 from lightning_holmes.comm import sockets
 from lightning_holmes.data.counting import CountedDataModule
+from lightning_holmes.optim.node.link import NodeLink
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
 
@@ -106,6 +108,12 @@ class Evaluated(Stack):
         return self.train_dataloader()
 
 
+class Eager(Stack):
+    """It does not look at gradients before the step, so that optimizer nodes update layers as theirs come."""
+
+    on_before_optimizer_step = LightningModule.on_before_optimizer_step
+
+
 class Progress(Callback):
     """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times;
     after step KILLED_AT + 1 of a process that is alone, if it ``grows``, until that is told to end."""
@@ -150,7 +158,7 @@ def train(
     folder: Path | None = None,
     resume: bool = False,
     data: CountedDataModule | None = None,
-    evaluates: bool = False,
+    kind: type[Stack] = Stack,
     **options: Any,
 ) -> None:
     """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
@@ -170,7 +178,7 @@ def train(
         callbacks=callbacks,
         **options,
     )
-    module = (Evaluated if evaluates else Stack)(kill=kill, waits=waits)
+    module = kind(kill=kill, waits=waits)
     trainer.fit(module, datamodule=data, ckpt_path="last" if resume else None)
 
 
@@ -188,6 +196,25 @@ def write_when_the_link_is_cut(card: str = "eth0", count: int = 4, word: str = "
         return write(*args)
 
     saving.write_part = wait_and_write
+
+
+def push_when_the_link_is_cut(told: str) -> None:
+    """In step KILLED_AT this process holds back the second gradient that it pushes to an optimizer node, and all after it, until a file is
+    there: the node may have updated what the first one is of."""
+    tell, steps, gradients = NodeLink.tell, [], []
+
+    def wait_and_tell(link: NodeLink, message: Mapping[str, Any]) -> None:
+        if message["tell"] == "done":
+            steps.append(message)
+        if message["tell"] == "gradient" and len(steps) == KILLED_AT:
+            gradients.append(message)
+            if len(gradients) == 2:
+                print("waiting", flush=True)
+                while not os.path.exists(told):
+                    time.sleep(0.01)
+        tell(link, message)
+
+    NodeLink.tell = wait_and_tell
 
 
 def memory_of_this_host(folder: str) -> str:
@@ -208,6 +235,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         write_when_the_link_is_cut()
     if os.environ["RANK"] == "1" and options.get("waits", [None])[0] == "writing":
         write_when_the_link_is_cut(options["waits"][1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
+    if os.environ["RANK"] == "1" and options.get("waits", [None])[0] == "pushing":
+        push_when_the_link_is_cut(options["waits"][1])
     snapshots = {}
     if "snapshots" in options:
         every = options.get("every", 1)
@@ -230,7 +259,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         waits=options.get("waits") if os.environ["RANK"] == "1" else None,
         folder=folder,
         resume=attempt != "0" and not snapshots,
-        evaluates=options.get("evaluates", False),
+        kind=Evaluated if options.get("evaluates") else Eager if options.get("eager") else Stack,
         data=Counted(4) if options.get("grows") else None,
         strategy=strategy,
         devices=options.get("devices", 1),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Counted, Progress, Stack, train
+from fault_worker import KILLED_AT, SAVED_EVERY, STEPS, Counted, Evaluated, Progress, Stack, train
 from launch import forked_executable, forked_python
 
 from lightning_holmes import checkpoint
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 GROWING = ("num_nodes", "grows", "every")
-MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", "optimizer_nodes")
+MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", "optimizer_nodes", "eager")
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(
@@ -53,7 +53,7 @@ def plain(*, counted: bool = False) -> dict[int, float]:
 def plain_values() -> dict[int, float]:
     """Likewise of its validations."""
     progress = Progress()
-    train(progress, devices=1, evaluates=True)
+    train(progress, devices=1, kind=Evaluated)
     return progress.values
 
 

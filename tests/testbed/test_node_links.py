@@ -69,6 +69,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "a worker's Ethernet for some seconds": {"nic": "a1.eth0", "seconds": 5.0},
     "the node's Ethernet for little less than its timeout": {"nic": f"{NODE}.eth0", "seconds": 16.0},
     "the node's fast card for some seconds": {"nic": f"{NODE}.mlx5_0", "seconds": 5.0, "near": True},
+    "the node's Ethernet while it updates layers": {"nic": f"{NODE}.eth0", "seconds": 16.0, "eager": True},
 }
 
 
@@ -76,6 +77,7 @@ LONG = [
     "a worker's fast card, and replicas",
     "a worker's Ethernet for some seconds",
     "the node's Ethernet for little less than its timeout",
+    "the node's Ethernet while it updates layers",
 ]
 
 
@@ -89,8 +91,10 @@ def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_an
     about = CUTS[case]
     with Testbed(topology(has_near_node="near" in about), TestbedOptions()) as bed:
         cut = CutAndTell(bed, about["nic"], tmp_path / "cut", about.get("seconds"))
-        waits = ("training_step", str(tmp_path / "cut"))
-        results, node = run_with_node(bed, tmp_path, echo=cut, waits=waits, pipeline=about.get("pipeline", 1))
+        eager = about.get("eager", False)
+        waits = ("pushing" if eager else "training_step", str(tmp_path / "cut"))
+        given = {"echo": cut, "waits": waits, "eager": eager, "pipeline": about.get("pipeline", 1)}
+        results, node = run_with_node(bed, tmp_path, **given)
         cut.end()
     everything = shown(results | {NODE: node})
     assert all(result.exit_code == 0 for result in (*results.values(), node)), everything
@@ -101,18 +105,20 @@ def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_an
 
 
 @pytest.mark.parametrize(
-    ("nic", "seconds"),
+    ("nic", "seconds", "eager"),
     [
-        (f"{NODE}.mlx5_0", None),
-        pytest.param("a1.mlx5_0", None, marks=pytest.mark.benchmark),
-        pytest.param("a1.eth0", 25.0, marks=pytest.mark.benchmark),
+        (f"{NODE}.mlx5_0", None, False),
+        pytest.param("a1.mlx5_0", None, False, marks=pytest.mark.benchmark),
+        pytest.param("a1.eth0", 25.0, False, marks=pytest.mark.benchmark),
+        pytest.param("a1.eth0", 25.0, True, marks=pytest.mark.benchmark),
     ],
 )
 def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the_run_goes_on_from_its_snapshot(
-    nic: str, seconds: float | None, tmp_path: Path
+    nic: str, seconds: float | None, eager: bool, tmp_path: Path
 ) -> None:
-    """Cards for good; at the next start who has lost one uses Ethernet. Baseline: one process, to 1e-5. The timeout is five minutes."""
-    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "waits": ("training_step", str(tmp_path / "cut"))}
+    """Cards for good, and a cut while the node has updated some layers of a step and not others; at the next start who has lost one uses Ethernet. Baseline: one process, to 1e-5. The timeout is five minutes."""
+    waits = ("pushing" if eager else "training_step", str(tmp_path / "cut"))
+    options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "waits": waits, "eager": eager}
     with Testbed(topology(has_near_node="mlx5" in nic), TestbedOptions()) as bed:
         cut = CutAndTell(bed, nic, tmp_path / "cut", seconds)
         results, node = run_with_node(bed, tmp_path, echo=cut, pipeline=1, **options)
