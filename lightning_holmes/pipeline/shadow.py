@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,9 @@ from torchmetrics import Metric
 from lightning_holmes.lightning_private import TRAINER
 from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import fake_mode_of, registered_modules, registered_parameters
+
+_CONTAINERS = frozenset((dict, OrderedDict, list, set))
+"""Of which each part of a module has a dozen that are empty, for hooks; to let deepcopy take these apart is most of what a copy costs."""
 
 
 def shadow_copy(module: LightningModule) -> LightningModule:
@@ -38,6 +41,9 @@ def _copy(module: LightningModule) -> LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     for submodule in module.modules():
         for value in vars(submodule).values():
+            if type(value) in _CONTAINERS and not value and not getattr(value, "__dict__", None):
+                memo[id(value)] = type(value)()
+                continue
             if tree.is_empty(value):
                 continue
             if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):

@@ -186,6 +186,7 @@ def test_an_error_in_the_watch_ends_the_rank_with_its_own_words_and_not_with_tho
     ended: list[int] = []
     monkeypatch.setattr(failure, "_POLL_S", 0.01)
     monkeypatch.setattr(failure, "_SILENCE_S", 0.01)
+    monkeypatch.setattr(failure, "_GRACE_S", 0.5)
     monkeypatch.setattr(failure.os, "_exit", ended.append)
     store = KeptStore()
 

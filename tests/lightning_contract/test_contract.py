@@ -53,7 +53,7 @@ def test_there_are_enough_promises() -> None:
 
 def test_a_case_that_ends_badly_is_named_and_takes_no_other_with_it() -> None:
     names = [f"broken_cases.{name}" for name in ("hangs", "dies", "fails_on_one_process", "holds")]
-    found = run_cases(TWO, names, files=["broken_cases"], timeout_s=20)
+    found = run_cases(TWO, names, files=["broken_cases"], timeout_s=10)
     errors = {name.removeprefix("broken_cases."): [record.error for record in found[name]] for name in names}
     assert any("wait_for_ever" in error for error in errors["hangs"])
     assert any("ended with code 3" in error for error in errors["dies"])

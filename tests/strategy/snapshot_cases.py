@@ -225,7 +225,9 @@ def train(
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=workers)
     kill = options.get("kill", {})
     if kill and kill.get("signal", "SIGKILL") == "SIGKILL" and os.environ["WORLD_SIZE"] == "2":
-        failure._CAUSE_S = failure._NOTICE_S = 0.5  # of six: who is killed says and hears nothing, and the other is alone
+        failure._CAUSE_S = failure._NOTICE_S = (
+            0.5  # of six: who is killed says and hears nothing, and the other is alone
+        )
     module = Net(kill, in_step)
     if options.get("counted"):
         trainer.fit(module, datamodule=Counted())
