@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from launch import keep_what_is_left
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -337,6 +338,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             break
+        keep_what_is_left()
     return results
 
 
