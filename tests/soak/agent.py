@@ -335,7 +335,10 @@ class Run:
         for rank in ranks:
             usage = last.folder / f"usage.{rank}"
             if usage.exists():
-                early, *_, late = [[float(n) for n in line.split()] for line in usage.read_text().splitlines()[1:]]
+                told = [[float(n) for n in line.split()] for line in usage.read_text().splitlines()[1:]]
+                if len(told) < 2:
+                    return f"the last of {last.number + 1} starts was too short to tell what stays: see how the one before has ended"
+                early, late = told[0], told[-1]
                 if late[0] > early[0] or late[1] > early[1] or late[2] > early[2] + _MORE_MB:
                     return f"rank {rank} had {early} threads, open files and MB after a fifth of the steps, and {late} at the end"
         return self._look_for_remains(last)
