@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
-WORKERS ?= 3
+WORKERS ?= 4
 
 # Kept for every command: no network calls, one thread a process (several processes share the cores).
 export OMP_NUM_THREADS := 1
@@ -48,7 +48,7 @@ demo: install ## train a small GPT on 4 processes laid out as two clusters (abou
 	PYTHONWARNINGS=ignore::DeprecationWarning,ignore::FutureWarning TORCH_CPP_LOG_LEVEL=ERROR \
 		$(BIN)/lightning-holmes fit --config recipes/gpt_tiny/config.yaml
 
-# More workers than cores: processes that form a job wait for each other about half of the time.
+# More workers than cores: processes that form a job wait for each other about half of the time, and for what fails.
 test: install ## run what every change must pass; large products of cases pairwise
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
 
