@@ -37,7 +37,7 @@ from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Run
-from lightning_holmes.strategy.user_hooks import looks_at_checkpoints
+from lightning_holmes.strategy.user_hooks import looks_at_checkpoints, warn_of_parts
 
 _STATES = ("state_dict", "optimizer_states", "loops", "lr_schedulers")
 _HALF_DONE = (
@@ -297,6 +297,8 @@ class RunCheckpoints:
                 f"storage_options={storage_options!r} is for a CheckpointIO, and a checkpoint folder uses none; set "
                 f"save_distributed_checkpoint=False"
             )
+        if self.job.placement.pipeline_parallel_size > 1:
+            warn_of_parts(self.module)
         assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
         if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's there
             checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)

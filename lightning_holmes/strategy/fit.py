@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,6 +34,7 @@ from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.strategy import admission, sharding
 from lightning_holmes.strategy.compat.averaging import WeightAverages
+from lightning_holmes.strategy.compat.before_backward import UnchangedParameters, held_values
 from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
@@ -48,6 +48,7 @@ from lightning_holmes.strategy.gradients import (
     make_remote_gradients,
     make_sharing,
 )
+from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
@@ -66,6 +67,7 @@ class Fit(Run):
         parameter_groups: the optimizer's, by the names of all stages' parameters.
         gradients: from backward to the optimizer's step; there from the first training batch to the end of the fit.
         has_gradients: it is so.
+        unchanged: refuses hooks that change parameters when the backward has been run already; there with the gradients.
         shards: the sharded optimizer, or None.
         accumulates: more batches come before the optimizer's step.
     """
@@ -171,6 +173,10 @@ class Fit(Run):
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         here = self.stage_shards is None and not options.optimizer_nodes
         undo.enter_context(RefusesKeptGradients(self.module, here, self.lifted))
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self.unchanged = UnchangedParameters(
+            self.module, callbacks, lambda: held_values(self.pipeline, self.stage_shards)
+        )
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
@@ -226,12 +232,12 @@ class Fit(Run):
 
     def _tell_lost_values(self) -> None:
         """After a failure no replica can ask the others for their shares."""
-        shards = super().stage_shards
-        if shards is not None and shards.size > 1 and not shards.stays:
-            rank_zero_warn(
-                f"the run has failed while each of {shards.size} replicas held a share of the parameters: in this process they are NaN now, "
-                f"where plain Lightning would leave their values. Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
-            )
+        shards = self.stage_shards
+        if isinstance(shards, RemoteParameters):
+            if shards.num_replicas > 1:
+                note_lost(self.module, "optimizer nodes held the parameters, for several workers")
+        elif shards is not None and shards.size > 1 and not shards.stays:
+            note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
 
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Parameters in shards from now on."""
@@ -442,6 +448,7 @@ class Fit(Run):
             self.plan = self._trial.after_batch(self.plan)
         if self.job.connection.world_size > 1:
             loss_of(output, "training_step")
+        self.unchanged.note()
         return output
 
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:

@@ -133,15 +133,15 @@ class Options:
             object.__setattr__(
                 self, "optimizer_nodes", hosts
             )  # the file asks for them, and what is kept below must know
+        nodes = self.optimizer_nodes
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
+            raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
         # what checks itself when it is made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
-        nodes = self.optimizer_nodes
         if hosts and nodes != hosts:
             raise ConfigurationError(
                 f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
             )
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
-            raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
         _check_text("optimizer_states", self.optimizer_states, '"memory", or a folder of the optimizer nodes')
         for name, default in (("optimizer_states", "memory"), ("keep_parameters", "auto")):
             if getattr(self, name) != default and not nodes:

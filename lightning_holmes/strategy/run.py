@@ -39,12 +39,14 @@ from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.building import move_parameters
+from lightning_holmes.strategy.compat.averaging import WholeAverages
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import Sharing, make_sharing
+from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
 from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
 from lightning_holmes.strategy.samples import StepSample
@@ -316,6 +318,7 @@ class Run:
         """Refuse what cannot be run; the same module and random state on every rank, and the same seed, which is given."""
         trainer, job, context = self.trainer, self.job, self.context
         fitting, is_pipeline = trainer.state.fn == TrainerFn.FITTING, job.placement.pipeline_parallel_size > 1
+        refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             admission.check_run(self.module, trainer, is_pipeline=is_pipeline)
@@ -414,7 +417,14 @@ class Run:
         in_shards = self.context.resting.of(self.module) is not None
         if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
             pass  # it is larger than a process, perhaps, and each keeps its part; or nothing was let go of
-        elif not hurries and not self.job.connection.failed:
+        elif self.job.connection.failed:
+            if (
+                self.stage_shards is None
+                and self.pipeline.num_stages > 1
+                and self.job.placement.pipeline_parallel_size > 1
+            ):
+                note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
+        elif not hurries:
             self._fill_whole_module(keep_local=False)
         vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
         vars(self).pop("_whole_driver", None)
@@ -504,6 +514,14 @@ class Evaluation(Run):
         super().__init__(trainer, context)
         trainer.strategy.setup_precision_plugin()
         self._begin()
+        if self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
+            context.undo.enter_context(WholeAverages(trainer, self._whole))
+
+    def _whole(self, act: Callable[[], None]) -> None:
+        if self.planned is None:  # it still is
+            act()
+        else:
+            self.with_whole_module(act)
 
     def _learn(self, sample: StepSample) -> None:
         if self.planned is None:

@@ -578,6 +578,7 @@ class HolmesStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._training.lifted():
+            self._training.unchanged.check()
             self._training.hand_over()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
@@ -61,3 +62,13 @@ def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average there
         return True
     return any(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
+
+
+def warn_of_parts(module: "pl.LightningModule") -> None:
+    """Each rank of a pipeline writes its part of a folder, and hooks see that; where nobody reads values, nothing is wrong."""
+    callbacks = users_callbacks(module.trainer.callbacks)  # type: ignore[attr-defined]
+    for owner, hook in overridden_hooks(module, callbacks, ["on_save_checkpoint"]):
+        rank_zero_warn(
+            f"{type(owner).__name__}.{hook} is shown the parameters of this rank's own stages in checkpoint['state_dict'], since each rank "
+            f"writes its part of the folder. What it computes from all of them, such as a sum, needs save_distributed_checkpoint=False"
+        )

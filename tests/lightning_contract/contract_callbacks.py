@@ -5,9 +5,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contract import Run, each
-from contract_models import Calls, Net, batches, weights
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ModelSummary
+from contract import TWO, Run, each, refused
+from contract_models import Calls, Net, batches, same, weights
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    ModelSummary,
+    WeightAveraging,
+)
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -340,3 +348,32 @@ def case_callbacks_and_data_modules_hear_of_the_same_fit(run: Run):
     data = Data()
     run.trainer(callbacks=[calls]).fit(Net(), datamodule=data)
     assert calls.seen == [(True, True)]
+
+
+@each(ema=EMAWeightAveraging, mean=WeightAveraging)
+def case_averages_are_shown_to_a_validation_of_its_own(run: Run, kind: Any):
+    module = Net()
+    trainer = run.fit(module, batches(4), batches(2), callbacks=[kind()], max_epochs=2)
+    trained = weights(module)
+    found = trainer.validate(module, batches(2), verbose=False)
+    assert same(weights(module), trained)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, batches(4), batches(2))
+    return [list(values.values()) for values in found], weights(module)
+
+
+@refused("parameters of Fails have been NaN since a run before has failed", TWO)
+def case_a_module_is_trained_after_a_fit_that_has_failed(run: Run):
+    class Fails(Net):
+        fails = True
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.fails:
+                raise ValueError("once")
+
+    module = Fails()
+    with pytest.raises(ValueError, match="once"):
+        run.fit(module)
+    module.fails = False
+    run.fit(module)
+    return weights(module)

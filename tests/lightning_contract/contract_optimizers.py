@@ -262,6 +262,20 @@ def case_gradients_are_kept_by_their_hook(run: Run):
     return weights(module)
 
 
+@refused("parameters were changed between the forward and the backward of a step, where Clamps.on_before_")
+@each(zero="on_before_zero_grad", backward="on_before_backward")
+def case_parameters_that_are_changed_before_the_backward(run: Run, hook: str):
+    class Clamps(Net):
+        def clamp(self, *_: Any) -> None:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+
+    setattr(Clamps, hook, Clamps.clamp)
+    module = Clamps()
+    run.fit(module)
+    return weights(module)
+
+
 @refused("SGD was given a parameter group between batches of one step")
 def case_a_group_that_is_added_between_batches_of_a_step(run: Run):
     class Adds(Net):

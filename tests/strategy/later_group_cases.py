@@ -138,6 +138,8 @@ RESUMED = {
     "folder": ("nodes", "a stage's node each"),
 }
 """What is resumed in which layout."""
+REFUSED = ("disk", "finetuning", "early")
+"""In the midst of a run, by one worker perhaps, for which the other one is ended, too: so in processes of its own."""
 
 
 def build(change: str) -> Tied:
@@ -161,6 +163,8 @@ def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
         for when, epochs in WHEN.items():
             if change == "a group" and when == "after":
                 continue  # refused likewise
+            if (target, change, when) == REFUSED:
+                continue
             module = build(change)
             trainer = make_trainer(folder, epochs, strategy=TARGETS[target](folder), callbacks=[kind()])
             try:
@@ -173,6 +177,14 @@ def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
             states = states_in(file) if trainer.global_rank == 0 else {}
             found[f"{change}, {when}"] = {"weights": state_of(module), "states": states}
     return found
+
+
+def resume_refused(payload: tuple[str, str]) -> None:
+    """In each process of two."""
+    folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
+    target, change, when = REFUSED
+    trainer = make_trainer(folder, WHEN[when], strategy=TARGETS[target](folder), callbacks=[CHANGES[change]()])
+    trainer.fit(build(change), datamodule=Data(), ckpt_path=folder / f"{change}-plain-{when}.ckpt")
 
 
 def work(payload: tuple[str, str]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def connected(address: str) -> socket.socket:
 
 
 def ask(address: str) -> None:
-    """Ask again and again until an answer is late; then look after the connection until it comes."""
-    told = ""
+    """Ask again and again until an answer is late and a question never went out; then look after the connection until it comes."""
+    told, waiting = "", 0
     with connected(address) as connection:
         connection.settimeout(0.3)
         while told != "answered":
@@ -47,19 +47,24 @@ def ask(address: str) -> None:
                 told = "ready"
                 print(told, flush=True)
             pause_ms = connection.getsockopt(*LONGEST_PAUSE)
-            if told == "ready":
-                connection.sendall(b"a")
-            elif told == "late" and pause_ms > 5_000:
+            if told == "late" and pause_ms > 5_000:
                 told = "waits"  # for fifteen tries of up to two minutes
                 print(told, flush=True)
+            elif told in ("ready", "late"):  # what is late may have gone out, and its answer is lost
+                connection.sendall(b"a")
+                waiting += 1
             try:
                 assert connection.recv(1) == b"a"
+                waiting -= 1
             except TimeoutError:
                 told = "late" if told == "ready" else told
                 continue
             if told in ("late", "waits"):
                 told = "answered"
             time.sleep(0.02)
+        connection.settimeout(30)
+        while waiting:
+            waiting -= len(connection.recv(waiting))
         send_again_soon({address}, 60.0)
         print(f"answered, pause {connection.getsockopt(*LONGEST_PAUSE)}", flush=True)
 

@@ -30,7 +30,7 @@ def watch(channel: Channel, kind: str, *, sends: bool) -> None:
             else:
                 channel.receive()
     except ConnectionLostError:
-        print(f"lost {kind} {time.monotonic()}", flush=True)
+        print(f"lost {kind} {time.monotonic()}\n", end="", flush=True)  # at once: the other thread prints, too
 
 
 def main() -> None:

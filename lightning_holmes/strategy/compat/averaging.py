@@ -206,6 +206,34 @@ class WeightAverages(Replacements):
         return on_save_checkpoint
 
 
+class WholeAverages(Replacements):
+    """In an evaluation of its own, which begins with the whole module: ``WeightAveraging`` swaps its average with the whole module, before
+    and after, so that both are on every rank what they were.
+
+    Args:
+        whole: calls a function while the whole module is on every rank; all of them call it.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._whole = whole
+
+    def __enter__(self) -> Self:
+        for callback in self._callbacks:
+            if isinstance(callback, WeightAveraging) and average_model(callback) is not None:
+                hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
+                self.replace(callback, **{hook: self._swapping(getattr(callback, hook)) for hook in hooks})
+        return self
+
+    def _swapping(self, hook: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> None:
+            self._whole(lambda: hook(*args, **kwargs))
+
+        return run
+
+
 def _is_averaged(module: nn.Module) -> bool:
     return hasattr(module, "n_averaged") and hasattr(module, "update_parameters")
 

@@ -1,0 +1,66 @@
+"""Refuses hooks that change parameters between a step's forward and its backward: both have been run when Lightning calls these hooks.
+
+unchanged = UnchangedParameters(module, callbacks, lambda: held_values(pipeline, shards))
+unchanged.note()        # when the step has been run, forward and backward
+unchanged.check()       # when Lightning comes to its backward
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.pipeline.checksum import Checksum
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
+
+_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+
+
+class UnchangedParameters:
+    """Compares checksums, where the user has such hooks; else nothing is looked at. On each rank by itself.
+
+    Args:
+        values: gives parameters as this rank has them.
+    """
+
+    def __init__(
+        self, module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], values: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        found = overridden_hooks(module, users_callbacks(callbacks), _HOOKS)
+        self._hooks = [f"{type(owner).__name__}.{hook}" for owner, hook in found]
+        self._values = values
+        self._before: tuple[int, int] | None = None
+
+    def note(self) -> None:
+        """The step has been run."""
+        if self._hooks:
+            self._before = self._sums()
+
+    def check(self) -> None:
+        """The hooks have been called.
+
+        Raises:
+            UnsupportedModuleError: parameters have been changed; names the hooks.
+        """
+        before, self._before = self._before, None
+        if before is not None and self._sums() != before:
+            raise UnsupportedModuleError(
+                f"parameters were changed between the forward and the backward of a step, where {' or '.join(self._hooks)} is called: plain "
+                f"Lightning's backward computes with the changed ones, and a pipeline has run it by then. Change them in on_train_batch_start "
+                f"or on_train_batch_end"
+            )
+
+    def _sums(self) -> tuple[int, int]:
+        checksum = Checksum(list(self._values()))
+        return checksum.known, checksum.values()
+
+
+def held_values(pipeline: PipelineModule, shards: StageShards | None) -> list[Tensor]:
+    """Parameters as this rank has them between steps: whole, its share of them, or none."""
+    if shards is not None:
+        return [part.shard for part in shards.parts]
+    return [dtensor.local_part(pipeline.parameters[name]) for name in sorted(pipeline.local_parameters)]

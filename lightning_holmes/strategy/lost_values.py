@@ -1,0 +1,36 @@
+"""Modules that have lost values: a run has failed while this process had a part of them, and nobody brings the rest.
+
+note_lost(module, "each rank of a pipeline held the parameters of its own stages")      # warns
+refuse_lost(module)                                                                     # at the next run
+"""
+
+import weakref
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_holmes.errors import UnsupportedModuleError
+
+_CURE = "Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
+_lost: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
+
+
+def note_lost(module: LightningModule, held: str) -> None:
+    """The run has failed while ``held``, in words."""
+    _lost.add(module)
+    rank_zero_warn(
+        f"the run has failed while {held}: in this process they are NaN now, where plain Lightning would leave their values. {_CURE}"
+    )
+
+
+def refuse_lost(module: LightningModule) -> None:
+    """Whoever has caught the failure's exception runs the same module again.
+
+    Raises:
+        UnsupportedModuleError: it has lost values.
+    """
+    if module in _lost:
+        raise UnsupportedModuleError(
+            f"parameters of {type(module).__name__} have been NaN since a run before has failed, which held a part of them in each process. "
+            f"{_CURE}, with a new module, in new processes"
+        )
