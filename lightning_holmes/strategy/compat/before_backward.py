@@ -60,7 +60,9 @@ class UnchangedParameters:
 
 
 def held_values(pipeline: PipelineModule, shards: StageShards | None) -> list[Tensor]:
-    """Parameters as this rank has them between steps: whole, its share of them, or none."""
+    """Trained parameters as this rank has them between steps: whole, its share of them, or none. Of those that are frozen most are a teacher's,
+    an average that such hooks go on with, and that no backward comes to."""
     if shards is not None:
-        return [part.shard for part in shards.parts]
-    return [dtensor.local_part(pipeline.parameters[name]) for name in sorted(pipeline.local_parameters)]
+        return [part.shard for part in shards.parts if part.is_trained]
+    own = (pipeline.parameters[name] for name in sorted(pipeline.local_parameters))
+    return [dtensor.local_part(parameter) for parameter in own if parameter.requires_grad]
