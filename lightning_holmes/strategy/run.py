@@ -417,15 +417,10 @@ class Run:
         in_shards = self.context.resting.of(self.module) is not None
         if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
             pass  # it is larger than a process, perhaps, and each keeps its part; or nothing was let go of
-        elif self.job.connection.failed:
-            if (
-                self.stage_shards is None
-                and self.pipeline.num_stages > 1
-                and self.job.placement.pipeline_parallel_size > 1
-            ):
-                note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
-        elif not hurries:
+        elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)
+        elif not hurries and self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
+            note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
         vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
         vars(self).pop("_whole_driver", None)
 
