@@ -263,7 +263,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
     plans = []
     for _ in range(num_clusters):
         num_hosts = draw(st.integers(1, 60))
-        most = max(1, 10_000 // (tensor * num_clusters * num_hosts))
+        most = max(1, min(10_000 // (num_clusters * num_hosts), 4096) // tensor)  # a host has 4,096 at the most
         groups = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
         kinds = draw(st.lists(st.sampled_from(["infiniband", "roce", "down", "none"]), min_size=1, max_size=4))
         plans.append([(random.choice(groups) * tensor, random.choice(kinds)) for _ in range(num_hosts)])
