@@ -31,10 +31,10 @@ from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
-from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
+from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, GRADIENT_HOOKS, overridden_hooks, users_callbacks
 from lightning_holmes.torch_private import step_hooks
 
-_BEFORE_STEP = (*GRADIENT_HOOKS, "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+_BEFORE_STEP = (*GRADIENT_HOOKS, *BACKWARD_HOOKS)
 
 _KEPT_SHARE = 0.25  # of a worker's free memory; activations need the rest
 

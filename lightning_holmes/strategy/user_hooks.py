@@ -13,16 +13,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 """Between the backward and the optimizer's step."""
+BACKWARD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+"""Between the forward and the backward."""
 BATCH_HOOKS = {
     "training_step": (
         "on_train_batch_end",
         "on_train_batch_start",
         "on_before_batch_transfer",
         "on_after_batch_transfer",
-        "on_before_zero_grad",
-        "on_before_backward",
         "lr_scheduler_step",
-        "optimizer_zero_grad",
+        *BACKWARD_HOOKS,
         *GRADIENT_HOOKS,
     ),
     "validation_step": ("on_validation_batch_end", "on_validation_batch_start"),
@@ -61,13 +61,17 @@ def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average there
         return True
-    return any(overridden_hooks(module, users_callbacks(callbacks), ["on_save_checkpoint"]))
+    return any(_checkpoint_hooks(module))
+
+
+def _checkpoint_hooks(module: "pl.LightningModule") -> Iterator[tuple[Any, str]]:
+    callbacks = users_callbacks(module.trainer.callbacks)  # type: ignore[attr-defined]
+    return overridden_hooks(module, callbacks, ["on_save_checkpoint"])
 
 
 def warn_of_parts(module: "pl.LightningModule") -> None:
     """Each rank of a pipeline writes its part of a folder, and hooks see that; where nobody reads values, nothing is wrong."""
-    callbacks = users_callbacks(module.trainer.callbacks)  # type: ignore[attr-defined]
-    for owner, hook in overridden_hooks(module, callbacks, ["on_save_checkpoint"]):
+    for owner, hook in _checkpoint_hooks(module):
         rank_zero_warn(
             f"{type(owner).__name__}.{hook} is shown the parameters of this rank's own stages in checkpoint['state_dict'], since each rank "
             f"writes its part of the folder. What it computes from all of them, such as a sum, needs save_distributed_checkpoint=False"

@@ -15,9 +15,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
-
-_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, overridden_hooks, users_callbacks
 
 
 class UnchangedParameters:
@@ -30,7 +28,7 @@ class UnchangedParameters:
     def __init__(
         self, module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], values: Callable[[], Sequence[Tensor]]
     ) -> None:
-        found = overridden_hooks(module, users_callbacks(callbacks), _HOOKS)
+        found = overridden_hooks(module, users_callbacks(callbacks), BACKWARD_HOOKS)
         self._hooks = [f"{type(owner).__name__}.{hook}" for owner, hook in found]
         self._values = values
         self._before: tuple[int, int] | None = None
