@@ -197,8 +197,7 @@ def prepare_for_fits() -> None:
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None and not hasattr(registry.entry_points, "cache_info"):
         registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
-    gc.collect()
-    gc.freeze()
+    keep_what_is_left()
 
 
 def keep_what_is_left() -> None:

@@ -233,10 +233,11 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
-    if os.environ["RANK"] == "1" and options.get("waits", [None])[0] == "writing":
-        write_when_the_link_is_cut(options["waits"][1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
-    if os.environ["RANK"] == "1" and options.get("waits", [None])[0] == "pushing":
-        push_when_the_link_is_cut(options["waits"][1])
+    waits = options.get("waits") if os.environ["RANK"] == "1" else None
+    if waits and waits[0] == "writing":
+        write_when_the_link_is_cut(waits[1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
+    if waits and waits[0] == "pushing":
+        push_when_the_link_is_cut(waits[1])
     snapshots = {}
     if "snapshots" in options:
         every = options.get("every", 1)
@@ -256,7 +257,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     train(
         Progress(folder, attempt, options.get("moves", 0), grows=options.get("grows", False)),
         kill=kill,
-        waits=options.get("waits") if os.environ["RANK"] == "1" else None,
+        waits=waits,
         folder=folder,
         resume=attempt != "0" and not snapshots,
         kind=Evaluated if options.get("evaluates") else Eager if options.get("eager") else Stack,
