@@ -115,7 +115,7 @@ class FailureWatch:
     def report(self, exception: BaseException) -> Failure | None:
         """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands: returned, as far
         as it is known."""
-        atexit.unregister(FailureWatch._see_off)
+        atexit.unregister(_see_off)
         if self._answers():
             _in_thread(lambda: self._tell(exception), timeout_s=2 * _NOTICE_S)
         self._end(timeout_s=5.0 if self._reachable() else 0.0)
@@ -296,8 +296,8 @@ class FailureWatch:
             _in_thread(self._await_last_transfers, timeout_s=_LAST_ANSWER_S)
         self._end(timeout_s=_LAST_ANSWER_S)
         if self._rank == 0:
-            atexit.unregister(FailureWatch._see_off)  # of a run before
-            atexit.register(FailureWatch._see_off, self)
+            atexit.unregister(_see_off)  # of a run before
+            atexit.register(_see_off, self._store, self._key(_LEFT_KEY), self._world_size - 1, self._gone)
 
     def _await_last_transfers(self) -> None:
         """Another rank may wait for what this one has sent last, and need a move to get it: stay until all have ended the run."""
@@ -309,17 +309,6 @@ class FailureWatch:
             ):
                 time.sleep(0.02)
                 ended = self._store.add(self._key(_WELL_KEY), 0)
-
-    def _see_off(self) -> None:
-        """On rank 0, whose process may keep the store, before that ends: wait until the others have ended the run, too, or know
-        that it may. Some seconds at the most."""
-        if not self._gone.is_set():
-            _in_thread(self._await_others, timeout_s=_NOTICE_S)
-
-    def _await_others(self) -> None:
-        with contextlib.suppress(Exception):
-            while self._store.add(self._key(_LEFT_KEY), 0) < self._world_size - 1:
-                time.sleep(0.02)
 
     def _end(self, timeout_s: float) -> None:
         self._stop.set()
@@ -399,6 +388,19 @@ class FailureWatch:
                 self.on_end(line)
             finally:
                 os._exit(1)
+
+
+def _see_off(store: Any, key: str, number: int, gone: threading.Event) -> None:
+    """On rank 0, whose process may keep the store, before that ends: wait until the ``number`` of others have ended the run, too, or know
+    that it may. Some seconds at the most. It holds nothing of the run, which lives on with what is called at exit."""
+
+    def await_others() -> None:
+        with contextlib.suppress(Exception):
+            while store.add(key, 0) < number:
+                time.sleep(0.02)
+
+    if not gone.is_set():
+        _in_thread(await_others, timeout_s=_NOTICE_S)
 
 
 def _in_thread(act: Callable[[], None], *, timeout_s: float) -> None:

@@ -1,6 +1,7 @@
 """What lies between a strategy's runs: what an ended fit still tells, and what a set-up that failed leaves behind."""
 
 import copy
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -21,6 +22,8 @@ from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.checkpoint.finding import is_folder
 from lightning_holmes.commands.convert import main as convert
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.run import Run
 
 
 class Stack(pl.LightningModule):
@@ -149,6 +152,24 @@ def copies(_: Any) -> tuple[list[int], int]:
 def test_a_trainer_is_copied_and_pickled(world_size: int) -> None:
     """Also: a rank is alone in one group, however many runs there were; each keeps threads."""
     assert launch(world_size, "test_runs:copies") == [([4] * 6, int(world_size > 1))] * world_size
+
+
+def left_by_fits(_: Any) -> list[tuple[int, list[str]]]:
+    """After each of two fits whose trainer is let go: threads of gloo's, and what is left of jobs and runs."""
+    found = []
+    for _ in range(2):
+        make_trainer(HolmesStrategy(), devices=2).fit(Stack(), loader())
+        gc.collect()
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (HolmesStrategy, Job, Run))]
+        found.append((sum("gloo" in name for name in names), left))
+    return found
+
+
+def test_nothing_holds_what_a_fit_was_made_of() -> None:
+    """Its groups keep threads: what is called when the process exits held those of rank 0 before."""
+    for first, second in launch(2, "test_runs:left_by_fits"):
+        assert first == second and first[0] > 0 and first[1] == []
 
 
 def test_a_checkpoint_without_optimizer_states_is_resumed_as_in_lightning(tmp_path: Path) -> None:
