@@ -1,6 +1,7 @@
 """For all tests: generated cases are not judged by how long they take, since the cores are shared with other tests,
 each test ends with the environment that it began with, and `make exhaustive` logs each case."""
 
+import gc
 import itertools
 import os
 import signal
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
-from launch import prepare_for_fits
+from launch import keep_what_is_left, prepare_for_fits
 
 from lightning_holmes.cluster.testbed import find_problem
 
+gc.disable()  # until all is imported, a sixth of what that takes
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 if (
@@ -37,6 +39,14 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """Each fit and each node begins with a collection, which goes through all that tests before have imported."""
+    yield
+    if len(gc.get_objects(generation=2)) > 30_000:
+        keep_what_is_left()
+
+
 @pytest.fixture(scope="session")
 def testbed_works() -> None:
     """Skips where this machine cannot carry a testbed (it takes root and namespaces); with HOLMES_REQUIRE_TESTBED=1 that is a failure."""
@@ -49,6 +59,7 @@ def testbed_works() -> None:
 
 def pytest_collection_finish() -> None:
     prepare_for_fits()
+    gc.enable()
 
 
 class Log:

@@ -209,11 +209,13 @@ def keep_what_is_left() -> None:
 def _serve(listener: socket.socket) -> Callable[[], None] | None:
     """Fork a worker for each line of standard input, and write down how each ended; and a process for each connection,
     and tell how it ended. Returns, in a forked process, what it is to do."""
+    gc.disable()
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # an extra; half a second in each worker that has a model of its
         importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
+    gc.enable()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch takes its 176 libraries apart, in each worker
     workers: dict[int, Path] = {}
