@@ -332,9 +332,10 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.INFO)
     results = {}
     for name in payload["cases"]:
-        setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
-        try:
-            results[name] = CASES[name](setting)
+        try:  # the setting knows its trainer, which is to go before what is left is kept
+            results[name] = CASES[name](
+                Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
+            )
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             break
