@@ -1,5 +1,7 @@
 """For all tests: generated cases are not judged by how long they take, since the cores are shared with other tests,
-each test ends with the environment that it began with, and `make exhaustive` logs each case."""
+each test ends with the environment that it began with, and `make exhaustive` logs each case.
+
+The process that starts the workers and hears of their tests loads this file, too, and need not import torch."""
 
 import gc
 import itertools
@@ -13,8 +15,6 @@ import pytest
 from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
 from launch import keep_what_is_left, prepare_for_fits
-
-from lightning_holmes.cluster.testbed import find_problem
 
 gc.disable()  # until all is imported, a sixth of what that takes
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,6 +50,8 @@ def _few_objects() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def testbed_works() -> None:
     """Skips where this machine cannot carry a testbed (it takes root and namespaces); with HOLMES_REQUIRE_TESTBED=1 that is a failure."""
+    from lightning_holmes.cluster.testbed import find_problem
+
     problem = find_problem()
     if problem is not None:
         if os.environ.get("HOLMES_REQUIRE_TESTBED") == "1":
@@ -57,7 +59,8 @@ def testbed_works() -> None:
         pytest.skip(problem)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     prepare_for_fits()
     gc.enable()
 

@@ -33,8 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_holmes.cluster.testbed.cgroup import find_cpu_hierarchy
-
 TESTS = Path(__file__).parent
 
 
@@ -212,6 +210,9 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
     gc.disable()
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
+    from lightning_holmes.cluster.topology import Topology
+
+    Topology.single_cluster(1, 1)  # what pydantic makes of its classes is made once
     with contextlib.suppress(ImportError):  # an extra; half a second in each worker that has a model of its
         importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
@@ -327,6 +328,8 @@ def _enter_host(pid: int) -> None:
     """Join the cgroup for the CPU and the namespaces of another process, and end when the nursery does."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    from lightning_holmes.cluster.testbed.cgroup import find_cpu_hierarchy
+
     hierarchy = find_cpu_hierarchy()
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
