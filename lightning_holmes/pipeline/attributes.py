@@ -164,11 +164,14 @@ def plain_parts(value: Any) -> Any:
 def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
     found: dict[str, Tensor] = {}
+    known: dict[int, list[Tensor]] = {}  # parts of a module share their configuration
     skip = (*MODULE_REGISTRIES, TRAINER, FABRIC)
     for name, submodule in module.named_modules():
         for key, value in vars(submodule).items():
             if key in skip or tree.is_empty(value):
                 continue
-            for index, tensor in enumerate(tree.each_tensor(value)):
+            if id(value) not in known:
+                known[id(value)] = tree.tensors_of(value)
+            for index, tensor in enumerate(known[id(value)]):
                 found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
     return found

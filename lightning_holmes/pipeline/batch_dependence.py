@@ -137,10 +137,9 @@ def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
     """Names of buffers that a step over samples together leaves otherwise than steps over their halves in turn."""
     if not trial.has_buffers:
         return []
-    before = trial.buffers_after([])
-    together = trial.buffers_after([small])
+    before, together = trial.buffers_after([small])
     if _differing(before, together):
-        return _differing(together, trial.buffers_after(halves))
+        return _differing(together, trial.buffers_after(halves)[1])
     return []
 
 
@@ -203,8 +202,8 @@ class _Trial:
     def loss(self, batch: Any, seed: int) -> Tensor:
         return loss_of(self._run(self._copy(), batch, seed), self._step_name).double()
 
-    def buffers_after(self, batches: list[Any]) -> dict[str, Tensor]:
-        """The buffers after a step over each of these in turn.
+    def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The buffers before and after a step over each of these in turn.
 
         They begin a little away from where they are, since what has settled there (a power iteration) would hardly move.
         """
@@ -214,9 +213,10 @@ class _Trial:
                 push = torch.arange(buffer.numel(), dtype=buffer.dtype, device=buffer.device).cos().view_as(buffer)
                 with torch.no_grad():
                     buffer.mul_(1 + push / 8)
+        before = {name: buffer.clone() for name, buffer in copy.named_buffers()}
         for batch in batches:
             self._run(copy, batch, 1)
-        return dict(copy.named_buffers())
+        return before, dict(copy.named_buffers())
 
     def lengths(self, batch: Any) -> _Lengths:
         """The time and the samples of what layers that know which is which are given first, by the names of the layers."""

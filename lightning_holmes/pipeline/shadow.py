@@ -39,13 +39,17 @@ def _never() -> bool:
 
 def _copy(module: LightningModule) -> LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    looked: set[int] = set()  # parts of a module share their configuration
     for submodule in module.modules():
         for value in vars(submodule).values():
+            if id(value) in looked:
+                continue
             if type(value) in _CONTAINERS and not value and not getattr(value, "__dict__", None):
                 memo[id(value)] = type(value)()
                 continue
             if tree.is_empty(value):
                 continue
+            looked.add(id(value))
             if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
                 memo[id(value)] = value
             # torch copies the memory of a fake tensor, which has none: the heap is damaged (torch 2.13)
