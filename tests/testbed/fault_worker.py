@@ -148,6 +148,8 @@ class Progress(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         for event in getattr(trainer.strategy, "history", []):
             print(f"noted: {event.kind}: {event.words}; {event.lost_s:.1f} s", flush=True)
+        for choice in getattr(trainer.strategy, "gradient_sync_choices", []):
+            print(f"summed by {choice.collective}", flush=True)
 
 
 def train(
@@ -252,6 +254,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         repeat_transfers=options.get("repeats", "waits" in options),
         monitor=options.get("monitor", False),
         optimizer_nodes=options.get("optimizer_nodes", 0),
+        optimizer_states=options.get("optimizer_states", "memory"),
+        gradient_sync=options.get("gradient_sync", "auto"),
         **snapshots,
     )
     train(

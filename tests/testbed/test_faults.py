@@ -31,7 +31,8 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 GROWING = ("num_nodes", "grows", "every")
-MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", "optimizer_nodes", "eager")
+NODES = ("optimizer_nodes", "optimizer_states", "gradient_sync", "eager")
+MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", *NODES)
 WORKER = Path(__file__).with_name("fault_worker.py")
 TWO_HOSTS = Topology(
     clusters=tuple(

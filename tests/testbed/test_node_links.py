@@ -70,6 +70,24 @@ CUTS: dict[str, dict[str, Any]] = {
     "the node's Ethernet for little less than its timeout": {"nic": f"{NODE}.eth0", "seconds": 16.0},
     "the node's fast card for some seconds": {"nic": f"{NODE}.mlx5_0", "seconds": 5.0, "near": True},
     "the node's Ethernet while it updates layers": {"nic": f"{NODE}.eth0", "seconds": 16.0, "eager": True},
+    "the node's Ethernet while it updates layers on disk": {
+        "nic": f"{NODE}.eth0",
+        "seconds": 16.0,
+        "eager": True,
+        "optimizer_states": "states",
+    },
+    "a fast card, and one worker speaks for both": {"nic": "a1.mlx5_0", "gradient_sync": "aggregator"},
+    "a fast card, one speaks for both, and the node updates layers": {
+        "nic": "a1.mlx5_0",
+        "gradient_sync": "aggregator",
+        "eager": True,
+    },
+    "Ethernet of a worker that speaks for both": {
+        "nic": "a1.eth0",
+        "seconds": 16.0,
+        "gradient_sync": "aggregator",
+        "eager": True,
+    },
 }
 
 
@@ -78,6 +96,10 @@ LONG = [
     "a worker's Ethernet for some seconds",
     "the node's Ethernet for little less than its timeout",
     "the node's Ethernet while it updates layers",
+    "the node's Ethernet while it updates layers on disk",
+    "a fast card, and one worker speaks for both",
+    "a fast card, one speaks for both, and the node updates layers",
+    "Ethernet of a worker that speaks for both",
 ]
 
 
@@ -91,15 +113,17 @@ def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_an
     about = CUTS[case]
     with Testbed(topology(has_near_node="near" in about), TestbedOptions()) as bed:
         cut = CutAndTell(bed, about["nic"], tmp_path / "cut", about.get("seconds"))
-        eager = about.get("eager", False)
-        waits = ("pushing" if eager else "training_step", str(tmp_path / "cut"))
-        given = {"echo": cut, "waits": waits, "eager": eager, "pipeline": about.get("pipeline", 1)}
-        results, node = run_with_node(bed, tmp_path, **given)
+        waits = ("pushing" if about.get("eager") else "training_step", str(tmp_path / "cut"))
+        given = {"pipeline": 1} | {key: about[key] for key in about.keys() - {"nic", "seconds", "near"}}
+        if "optimizer_states" in given:
+            given["optimizer_states"] = str(tmp_path / given["optimizer_states"])
+        results, node = run_with_node(bed, tmp_path, echo=cut, waits=waits, **given)
         cut.end()
     everything = shown(results | {NODE: node})
     assert all(result.exit_code == 0 for result in (*results.values(), node)), everything
     assert ("went down, which the group" in results["a0"].output) == ("a1.mlx5_0" in about["nic"]), everything
     assert ("optimizer node 0 listens at" in results["a0"].output) == ("near" in about), everything
+    assert ("summed by aggregator" in results["a0"].output) == ("gradient_sync" in about), everything
     known = [losses(tmp_path, rank) for rank in range(2)]
     assert {step: (known[0][step] + known[1][step]) / 2 for step in known[0]} == pytest.approx(plain(), rel=1e-5)
 
