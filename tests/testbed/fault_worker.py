@@ -249,6 +249,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         if options.get("pipeline") == "hosts"
         else options.get("pipeline", 2),
         num_microbatches=2,
+        profile="flops",  # seconds of every start go into timing layers otherwise
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
         sharded_optimizer=options.get("sharded_optimizer", "auto"),
         repeat_transfers=options.get("repeats", "waits" in options),
