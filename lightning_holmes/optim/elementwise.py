@@ -210,7 +210,8 @@ def _run(
         vars(parameter).update(marks_of(group["params"][0]))
     twin = _twin(optimizer, group, parameters)
     with torch.random.fork_rng(enabled=True):
-        torch.manual_seed(0)
+        # on the host torch.manual_seed keeps a stack for each kind of device that is not there
+        (torch.default_generator if values[0].device.type == "cpu" else torch).manual_seed(0)
         for gradients in steps:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
