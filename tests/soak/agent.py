@@ -44,7 +44,7 @@ _KEPT = "with what the optimizer nodes have kept"
 _REMOVED = "is removed on this host"
 _NONE_WHOLE = "since no snapshot is left whole"
 _DAMAGES = ("kill and tear", "kill and flip")
-"""Of the newest whole snapshot, which is the only one while the next is written: the newest checkpoint is taken then."""
+"""Of the newest snapshot, which is the only one while the next is written: the newest checkpoint is taken then."""
 _TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # said by those who were told
 
 
@@ -95,6 +95,7 @@ class Attempt:
         self.codes: dict[int, int] = {}
         self.signalled: set[tuple[int, int]] = set()
         self.hung: list[int] = []
+        self.has_damaged_the_only_snapshot = False
         self._due: dict[int, float] = {}
         self._later: list[tuple[float, Any]] = []
 
@@ -227,7 +228,8 @@ class Attempt:
                 self.run.hosts.lose(host)
             elif struck.fault.kind in _DAMAGES:
                 chance = self.run.case.seed * 7919
-                self.run.hosts.damage(host, cut=struck.fault.kind == "kill and tear", chance=chance)
+                is_only = self.run.hosts.damage(host, cut=struck.fault.kind == "kill and tear", chance=chance)
+                self.has_damaged_the_only_snapshot |= is_only
             elif struck.fault.kind == "hang node":
                 self.run.nodes.signal(signal.SIGKILL, struck.fault.rank % self.layout.nodes)
 
@@ -331,8 +333,8 @@ class Run:
         later = next((a.number for a in attempts if _NONE_WHOLE in a.output(0)), None)
         if later is not None:  # from then on the samples are other ones, as in plain Lightning
             before = [attempt for attempt in attempts if attempt.number < later]
-            if not any(struck.fault.kind in _DAMAGES for attempt in before for struck in attempt.struck):
-                return f"attempt {later} went on from a checkpoint, though nothing had damaged snapshots"
+            if not any(attempt.has_damaged_the_only_snapshot for attempt in before):
+                return f"attempt {later} went on from a checkpoint, though no host's only snapshot was damaged"
             attempts = before
         elif [pickle.loads((last.folder / f"result{rank}").read_bytes()) for rank in ranks] != expected.weights:
             return "other weights than without faults"

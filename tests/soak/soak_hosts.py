@@ -102,8 +102,8 @@ class Hosts:
         for path in self.own[host].glob("*/"):
             shutil.rmtree(path)
 
-    def damage(self, host: int, *, cut: bool, chance: int) -> None:
-        """Cut off a file of the host's newest snapshot, or change a byte of it."""
+    def damage(self, host: int, *, cut: bool, chance: int) -> bool:
+        """Cut off a file of the host's newest snapshot, or change a byte of it; whether the host has no other one."""
         steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: (read_name(p.name) or (0,))[0])
         files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
         if files:
@@ -112,6 +112,7 @@ class Hosts:
             place = chance % len(data)
             data[place] ^= 0 if cut else 0xFF
             path.write_bytes(data[:place] if cut else data)
+        return len(steps) == 1
 
 
 def _topology(layout: Layout) -> Topology:
