@@ -215,7 +215,7 @@ def _count(
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what operators do; ``formulas``: the FLOPs of those that are matrix products.
 
-    torch's FlopCounterMode counts the same and asks of each operator whether it is made of others, for half of the time that a profile takes:
+    torch's FlopCounterMode counts the same and asks of each operator whether it is made of others, which takes a fifth of a plan's time:
     those that are have been taken apart above the dispatch, but in inference mode.
     """
 

@@ -79,7 +79,7 @@ def run(
 
     ``strategy``: its arguments; None: Trainer(strategy="holmes").
     """
-    options = json.dumps({"num_nodes": len(order), "strategy": None if strategy is None else dict(strategy)})
+    options = json.dumps({"num_nodes": len(order), "strategy": strategy})
     folder = tmp_path / "found"
     folder.mkdir()
     with Testbed(Topology(clusters=tuple(clusters)), TestbedOptions()) as bed:
