@@ -23,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -39,6 +40,9 @@ from torchmetrics import Metric
 
 SubprocessLauncher = _SubprocessScriptLauncher
 """Starts the other processes of this host as the same script, where nobody else does, and calls what a Trainer runs."""
+
+set_num_threads = _set_num_threads_if_needed
+"""``(num_processes)``: of torch, so many that this host's processes share its cores; where the user has not set OMP_NUM_THREADS."""
 
 init_dist_connection = _init_dist_connection
 """``(cluster_environment, backend, **options)``: join the default process group with these options of torch's."""

@@ -70,6 +70,17 @@ def test_the_launcher_is_the_first_that_a_trainer_calls_and_is_given_the_trainer
     trainer.strategy.launcher.kill(signal.SIGTERM)  # no process of others
 
 
+def test_the_processes_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: found.append(number))
+    found: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    private.set_num_threads(2)
+    assert found == []  # what the user has set counts
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    private.set_num_threads(2)
+    assert found == [max(1, len(os.sched_getaffinity(0)) // 2)]
+
+
 def test_a_group_is_joined_with_torchs_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))

@@ -22,6 +22,7 @@ from lightning_holmes.lightning_private import (
     SubprocessLauncher,
     checkpoint_connector,
     checkpoint_folder,
+    set_num_threads,
 )
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -60,9 +61,11 @@ class HolmesLauncher(SubprocessLauncher):
                 self._find_whole(trainer, changes)
             # Lightning's launcher leaves LOCAL_RANK behind, which the next Trainer takes for the word of another launcher
             alone = self.num_processes * self.num_nodes == 1
-            if alone or self.cluster_environment.creates_processes_externally:
-                return function(*args, **kwargs)
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            if not alone and not self.cluster_environment.creates_processes_externally:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            if not alone:
+                set_num_threads(self.num_processes)
+            return function(*args, **kwargs)
 
     def _find_whole(self, trainer: "pl.Trainer", changes: Replacements) -> None:
         connector = checkpoint_connector(trainer)

@@ -24,7 +24,8 @@ class Fails(Callback):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:  # torch's own default, which a forked process does not take
+        torch.set_num_threads(os.cpu_count() or 1)
     seed_everything(7, verbose=False)
     model = Classifier()
     devices, nodes = int(sys.argv[1]), int((*sys.argv, 1)[2])
@@ -44,5 +45,8 @@ if __name__ == "__main__":
     trainer.fit(model, DataLoader(samples(), 8))
     where = type(trainer.strategy.cluster_environment).__name__
     loss = float(trainer.callback_metrics["loss"])
-    line = f"RESULT rank={trainer.global_rank} world={trainer.world_size} environment={where} loss={loss:.6f}\n"
+    line = (
+        f"RESULT rank={trainer.global_rank} world={trainer.world_size} environment={where} loss={loss:.6f} "
+        f"threads={torch.get_num_threads()}\n"
+    )
     os.write(1, line.encode())

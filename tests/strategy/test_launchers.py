@@ -77,6 +77,15 @@ def test_lightnings_own_launcher(tmp_path: Path, plain_loss: float) -> None:
 
 
 @pytest.mark.xdist_group("strategy_launchers")
+def test_each_process_takes_its_share_of_the_cores(tmp_path: Path) -> None:
+    environment = _environment()
+    del environment["OMP_NUM_THREADS"]
+    output = _run([[*forked_python(), SCRIPT, "2"]], [environment], tmp_path)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert re.findall(r"threads=(\d+)", output) == [str(share)] * 2, output[-3000:]
+
+
+@pytest.mark.xdist_group("strategy_launchers")
 def test_torchrun(tmp_path: Path, plain_loss: float) -> None:
     output = _run([[*forked_python(), *TORCHRUN, SCRIPT, "2"]], [_environment()], tmp_path)
     _check(output, 2, "TorchElasticEnvironment", plain_loss)
