@@ -2,6 +2,7 @@
 
 all_gather_values({"rank": 1}, group)        # every rank of the group must call
 broadcast_value(plan, 0)
+any_of(found_one, group)
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.nccl import is_nccl
 from lightning_holmes.comm.wire import decode, encode
 
@@ -40,6 +42,15 @@ def broadcast_value(value: Any, source: int = 0) -> Any:
     data = data.to(device) if gives else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, source)
     return value if gives else decode(data.cpu().numpy().data)
+
+
+def any_of(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on any rank of ``group`` (None: all). All of them must call."""
+    if _is_alone(group):
+        return flag
+    found = torch.tensor([int(flag)], device=_device(group))
+    wait_for(dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True), group)
+    return bool(found)
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
+from lightning_holmes.comm.objects import any_of
 from lightning_holmes.comm.wire import decode, encode
 
 _INLINE_BYTES = 1016
@@ -63,6 +64,9 @@ class P2P(Protocol):
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         """Start to send a value that wire.py can."""
+
+    def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
+        """Likewise, but :meth:`finish` does not wait for it, since the receiver may come to it late: what is returned does."""
 
     def expect_message(self, source: int, topic: int) -> None:
         """Get ready for a message that will come for certain, so that receiving it later costs no time."""
@@ -133,7 +137,7 @@ class DistributedP2P:
         self._narrowed = dict(narrowed or {})
         self._everyone = everyone
         self._describe = describe
-        self._in_flight: list[tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]] = []
+        self._in_flight: list[_InFlight] = []
         self._expected: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     @property
@@ -155,16 +159,16 @@ class DistributedP2P:
         group = self._outgoing[destination]
         for tensor in tensors:
             data = tensor.detach().to(self._travelling(tensor.dtype, destination)).contiguous()
-            self._start_send(data, destination, group, "sending tensors")
+            self._in_flight.append(self._start_send(data, destination, group, "sending tensors"))
 
     def _start_send(
         self, data: Tensor, destination: int, group: dist.ProcessGroup, what: str, topic: int | None = None
-    ) -> None:
+    ) -> "_InFlight":
         peer = self.ranks[destination]
         where = functools.partial(self._where, f"{what} to rank {peer}", group)
         with naming(where):
             tag = {} if topic is None else {"tag": topic}
-            self._in_flight.append((dist.isend(data, peer, group=group, **tag), data, group, where))
+            return dist.isend(data, peer, group=group, **tag), data, group, where
 
     def _where(self, what: str, group: dist.ProcessGroup) -> str:
         return f"on rank {self.ranks[self.rank]} while {what} in {self._describe(group)}"
@@ -186,6 +190,12 @@ class DistributedP2P:
         return narrow if narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
+        self._in_flight += self._start_message(destination, topic, message)
+
+    def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
+        return functools.partial(_wait_for_all, self._start_message(destination, topic, message))
+
+    def _start_message(self, destination: int, topic: int, message: Any) -> list["_InFlight"]:
         data = encode(message)
         head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
         head[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
@@ -194,8 +204,7 @@ class DistributedP2P:
             head[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        for part in parts:
-            self._start_send(part, destination, self._messages, "sending a message", topic)
+        return [self._start_send(part, destination, self._messages, "sending a message", topic) for part in parts]
 
     def expect_message(self, source: int, topic: int) -> None:
         if (source, topic) not in self._expected:
@@ -221,11 +230,24 @@ class DistributedP2P:
                 wait_for(rest, self._messages)
         return decode(data.numpy().data)
 
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank; all must call. A fifth of the time in which each tells the others by messages."""
+        with naming(functools.partial(self._where, "ranks agree", self._messages)):
+            return any_of(flag, self._messages)
+
     def finish(self) -> None:
-        for work, _, group, where in self._in_flight:
-            with naming(where):
-                wait_for(work, group)
+        _wait_for_all(self._in_flight)
         self._in_flight.clear()
+
+
+_InFlight = tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]
+"""What waits for a send, what is sent and must live until then, over which group, and where, in words."""
+
+
+def _wait_for_all(sends: Sequence[_InFlight]) -> None:
+    for work, _, group, where in sends:
+        with naming(where):
+            wait_for(work, group)
 
 
 class LocalP2P:
@@ -250,6 +272,10 @@ class LocalP2P:
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         self._mailbox.messages[self.rank, destination, topic].append(message)
+
+    def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
+        self.send_message(destination, topic, message)
+        return lambda: None
 
     def expect_message(self, source: int, topic: int) -> None:
         """Nothing is to be done within one process."""

@@ -6,7 +6,7 @@ hooks that read such things, the rank that knows an attribute best hands it to t
 
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ _UNCHANGED = object()
 class ModuleState:
     """Watches the plain attributes, buffers and metrics of ``pipeline``'s module.
 
-    Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since.
+    Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since. Its two halves may lie apart:
+    what a step left is sent at once, and waited for where somebody may look at it.
     """
 
     def __init__(self, pipeline: PipelineModule, p2p: P2P | None, device: torch.device) -> None:
@@ -40,27 +41,46 @@ class ModuleState:
         self._device = device
         self._reserved = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "forward"}
         self._seen: dict[tuple[str, str], Hashable] = {}
+        self._sent: list[Callable[[], None]] = []
+        self._awaited: list[int] = []
 
     def watch(self) -> None:
         """Take the present attributes as known to all ranks."""
+        self.receive()
         if self._p2p is not None and self._p2p.size > 1:
-            self._seen = {key: _fingerprint(value) for key, value in self.attributes().items()}
-            self._seen |= {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
+            self._seen = self._fingerprints()
 
     def synchronise(self) -> None:
         """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
+        self.send()
+        self.receive()
+        self._finish()
+
+    def send(self) -> None:
+        """Start to tell the other ranks of the pipeline what has changed; all of them must call, and receive before the next step."""
         p2p = self._p2p
         if p2p is None or p2p.size == 1:
             return
+        self.receive()
+        self._finish()  # all have received what was sent before
         mine = self._changes()
-        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
-        for rank in others:
-            p2p.send_message(rank, TOPIC_STATE, mine)
-        for rank in others:
+        self._awaited = [rank for rank in range(p2p.size) if rank != p2p.rank]
+        for rank in self._awaited:
+            p2p.expect_message(rank, TOPIC_STATE)
+            self._sent.append(p2p.post_message(rank, TOPIC_STATE, mine))
+
+    def receive(self) -> None:
+        """Wait for what the others have sent since this rank has, if anything, and put it on the module."""
+        p2p, awaited, self._awaited = self._p2p, self._awaited, []
+        for rank in awaited:
+            assert p2p is not None
             with torch.inference_mode(False):  # what arrives stays, and hooks may change it
                 self._apply(*p2p.receive_message(rank, TOPIC_STATE))
-        p2p.finish()
-        self.watch()
+
+    def _finish(self) -> None:
+        for wait in self._sent:
+            wait()
+        self._sent.clear()
 
     def attributes(self) -> dict[tuple[str, str], Any]:
         """The plain attributes of the modules that this rank runs, by module and name."""
@@ -78,17 +98,20 @@ class ModuleState:
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
 
+    def _fingerprints(self) -> dict[tuple[str, str], Hashable]:
+        found = {key: _fingerprint(value) for key, value in self.attributes().items()}
+        return found | {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
+
     def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
-        attributes = {
-            key: tree.map_tensors(_to_host, value)
-            for key, value in self.attributes().items()
-            if self._seen.get(key, _UNCHANGED) != _fingerprint(value)
-        }
-        buffers = {
-            name: _to_host(buffer)
-            for name, buffer in self._buffers().items()
-            if self._seen.get(("", name), _UNCHANGED) != _fingerprint(buffer)
-        }
+        """What all ranks do not know yet, and do from now on."""
+        before, self._seen = self._seen, self._fingerprints()
+        changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
+        attributes: dict[tuple[str, str], Any] = {}
+        buffers: dict[str, Tensor] = {}
+        if changed:
+            found = self.attributes()
+            attributes = {key: tree.map_tensors(_to_host, found[key]) for key in found if key in changed}
+            buffers = {name: _to_host(b) for name, b in self._buffers().items() if ("", name) in changed}
         metrics = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
@@ -104,7 +127,8 @@ class ModuleState:
         module = self._pipeline.module
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
-            registered_buffers(module.get_submodule(path))[key] = self._to_device(buffer)
+            registered_buffers(module.get_submodule(path))[key] = arrived = self._to_device(buffer)
+            self._seen["", name] = _fingerprint(arrived)
         for (name, key), value in attributes.items():
             owner = module.get_submodule(name)
             value = tree.map_tensors(self._to_device, value)
@@ -116,6 +140,7 @@ class ModuleState:
                 present.update(value)
             else:
                 setattr(owner, key, value)
+            self._seen[name, key] = _fingerprint(vars(owner).get(key))
         for name, (state, count) in metrics.items():
             metric = module.get_submodule(name)
             assert isinstance(metric, Metric)

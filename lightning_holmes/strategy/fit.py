@@ -451,6 +451,9 @@ class Fit(Run):
         self.unchanged.note()
         return output
 
+    def _receives_later(self, step_name: str) -> bool:
+        return step_name == "training_step" and not self.accumulates  # the optimizer's step comes first
+
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:
         reducer, host = self.gradients.reducer, self.gradients.host
         return reducer.start_loss_scales(weights, self.trainer.accumulate_grad_batches, host.loss_factor)

@@ -372,6 +372,7 @@ class Run:
                 waiting=lambda: self.context.builder.waiting,
                 hides_states=self._hides_states,
                 hides=self.options.is_layered,
+                before=self.receive_module_state,
             )
         )
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
@@ -455,6 +456,7 @@ class Run:
             place: of the batch among all, from which its random numbers come.
             loss_scales: as in StepRequest; None: forward only.
         """
+        self.receive_module_state()
         request = StepRequest(
             step_name=step_name,
             batch=batch,
@@ -475,7 +477,9 @@ class Run:
         else:
             result = self.driver.run(request)
         if step_name in self._state_each_batch:
-            self.synchronise_module_state()
+            self._state.send()
+            if not self._receives_later(step_name):
+                self._state.receive()
         if result.calls:
             replay(self.module, result.calls, self.job.connection.device)
         return result.output
@@ -495,6 +499,16 @@ class Run:
             return True
         index = arguments[1] if len(arguments) > 1 else 0
         return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
+
+    def _receives_later(self, step_name: str) -> bool:
+        """Whether there is work after a step that does not look at the module's state, which is on its way meanwhile."""
+        return False
+
+    def receive_module_state(self) -> None:
+        """Wait for what other ranks' last step left on the module, if that is on its way."""
+        if not self.job.connection.failed:
+            with self.job.explaining():
+                self._state.receive()
 
     def synchronise_module_state(self) -> None:
         """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""

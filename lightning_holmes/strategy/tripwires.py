@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import READS_NO_VALUE
-from lightning_holmes.comm.objects import all_gather_values
+from lightning_holmes.comm.objects import all_gather_values, any_of
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.stage_shards import StageShards
@@ -171,6 +171,7 @@ class Tripwires(Replacements):
         waiting: gives the names of parameters that have no values yet.
         hides_states: whether a rank has a part of the optimizer's states at this moment.
         hides: there may be something hidden; else one process alone has nothing to watch.
+        before: called before each hook of the user.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Tripwires(Replacements):
         waiting: Callable[[], Collection[str]] = tuple,
         hides_states: Callable[[], bool] = lambda: False,
         hides: bool = False,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._trainer = trainer
@@ -198,6 +200,7 @@ class Tripwires(Replacements):
         self._waiting = waiting
         self._hides_states = hides_states
         self._hides = hides
+        self._before = before
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
@@ -248,6 +251,7 @@ class Tripwires(Replacements):
 
     @contextmanager
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
+        self._before()
         outer = self._hook
         hidden, waiting, shards = self._hidden(), self._waiting(), self._shards()
         several = self._job.placement.pipeline_parallel_size > 1
@@ -359,6 +363,8 @@ class Tripwires(Replacements):
     def _round(self, hook: _Hook, wishes: set[Wish]) -> set[Wish]:
         """Bring what any rank wants; what that was. All ranks of the pipeline call, or all ranks where there are shards."""
         with self._job.explaining():
+            if not self._anybody(hook, bool(wishes)):
+                return set()
             if hook.shards is not None:
                 return self._bring_parts(hook, hook.shards, wishes)
             everyone = self._exchange(TOPIC_WISHES, sorted(wishes))
@@ -374,12 +380,17 @@ class Tripwires(Replacements):
             hook.brought |= wanted
             return wanted
 
+    def _anybody(self, hook: _Hook, wants: bool) -> bool:
+        groups = self._job.groups
+        if hook.shards is not None:
+            return any_of(wants, groups.everyone_on_host)
+        assert groups.p2p is not None
+        return groups.p2p.any(wants)
+
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
         """Let the parts that any rank wants be whole on all, and those of the round before go."""
         everyone = all_gather_values(sorted(wishes), self._job.groups.everyone_on_host)
         wanted: set[Wish] = set().union(*everyone)
-        if not wanted:
-            return wanted
         self._brought.close()
         with torch.inference_mode(False), torch.no_grad():
             parts = shards.hold({name for _, name in wanted})
