@@ -48,6 +48,11 @@ def exchange(_: Any) -> list[Any]:
     narrow.finish()
     found += [len(p2p.receive_message(other, 5)), p2p.receive_message(other, 4), p2p.receive_message(other, 4)]
     p2p.finish()
+    late = p2p.post_message(other, 7, "y" * 100_000)
+    p2p.finish()  # though nobody has asked for that message yet
+    assert p2p.any(rank == 1) and not p2p.any(False)
+    assert p2p.receive_message(other, 7) == "y" * 100_000
+    late()
     dist.barrier()
     return found
 

@@ -59,3 +59,35 @@ def test_changes_are_put_on_another_ranks_module() -> None:
     receiver._apply(*sender._changes())
     assert target.losses is kept and float(kept[0]) == 1.0 and float(target.correct) == 3.0
     assert target.correct is dict(target.named_buffers())["correct"]
+
+
+def test_what_is_sent_stays_away_until_it_is_received_and_does_not_come_back() -> None:
+    mailbox = LocalMailbox()
+    modules = [Keeper(), Keeper()]
+    states = [
+        ModuleState(
+            PipelineModule(m, None, Partition((1,)), [0], torch.device("cpu")), LocalP2P(rank, 2, mailbox), m.device
+        )
+        for rank, m in enumerate(modules)
+    ]
+    for state in states:
+        state.watch()
+    modules[0].losses.append(torch.ones(()))
+    modules[1].table[0] = 2.0
+    for state in states:
+        state.send()
+    assert modules[1].losses == [] and modules[0].table[0] == 0.0
+    modules[1].last = torch.ones(())  # a change after it was sent, and before the other's comes
+    for state in states:
+        state.receive()
+        state.receive()  # there is nothing else
+    assert float(modules[1].losses[0]) == 1.0 and modules[0].table[0] == 2.0
+    for state in states:
+        state.send()
+    assert float(modules[0].last) == 0.0
+    for state in states:
+        state.send()  # receives first
+    assert float(modules[0].last) == 1.0
+    for state in states:
+        state.receive()
+    assert all(state._changes() == ({}, {}, {}) for state in states)

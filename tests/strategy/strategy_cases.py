@@ -417,6 +417,47 @@ def case_front_state(setting: Setting) -> Any:
     return outcome(setting, trainer, module) | {"count": module.count, "sums": module.sums}
 
 
+class Paces(Classifier):
+    """What a step leaves after its layers, which one stage alone runs, sets the learning rate, and hooks look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pace = 0.0
+        self.seen: list[tuple[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.pace += 1.0
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(("before the update", self.pace))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("after the batch", self.pace))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0 / (1.0 + self.pace))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": slower, "interval": "step"}}
+
+
+class PacesWithoutUpdateHook(Paces):
+    """Nobody looks between the step and the update, during which the state is on its way."""
+
+    on_before_optimizer_step = Classifier.on_before_optimizer_step
+
+
+def case_paces(setting: Setting) -> Any:
+    seen = {}
+    for name, cls, window in (("both", Paces, 1), ("late", PacesWithoutUpdateHook, 1), ("window", Paces, 2)):
+        module = build(cls)
+        trainer = setting.trainer(accumulate_grad_batches=window)
+        trainer.fit(module, setting.loader(samples()))
+        seen[name] = (module.seen, trainer.optimizers[0].param_groups[0]["lr"], outcome(setting, trainer, module))
+    return seen
+
+
 # callbacks
 
 

@@ -13,7 +13,7 @@ from launch import launch
 from strategy_cases import CASES, Classifier, Resumable, Setting, build, differences, run_case, samples
 
 # several microbatches run a step several times, which the first and the last of these cases would see
-WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume", "front_state"]
+WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume", "front_state", "paces"]
 REPLICATED = [
     "logs",
     "metrics",
@@ -28,7 +28,7 @@ REPLICATED = [
     "resume",
 ]
 PIPELINE = [
-    name for name in CASES if name not in ("collects", "front_state", "resume")
+    name for name in CASES if name not in ("collects", "front_state", "paces", "resume")
 ]  # resuming is among the replicated
 
 
