@@ -12,6 +12,7 @@ a second, and the groups of a rank are many.
 import contextlib
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,8 @@ _PAUSE_S = 0.2
 _NEVER_SENT = 2**31 - 1  # a tag
 _CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
 CONNECT_AGAIN = timedelta(seconds=15)
+_LIMITS: "weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None]" = weakref.WeakKeyDictionary()
+"""How long operations of a group may take, as asked of torch once; None: as the group itself knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,16 @@ def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
     Gloo's know no other timeout than that in which the group was connected (torch 2.13), unless ``wait`` is given one. For
     NCCL's that would hold up the host.
     """
-    if group is not None and dist.get_backend(group) == GLOO:
-        work.wait(gloo_timeout(group))
-    else:
+    if group is None:
         work.wait()
+        return
+    if group not in _LIMITS:
+        _LIMITS[group] = gloo_timeout(group) if dist.get_backend(group) == GLOO else None
+    limit = _LIMITS[group]
+    if limit is None:
+        work.wait()
+    else:
+        work.wait(limit)
 
 
 def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:

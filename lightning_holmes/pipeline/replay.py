@@ -193,11 +193,11 @@ def _is_loss(call: LogCall, losses: Sequence[Tensor]) -> bool:
 
 def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:
     """Make ``calls`` for real. All ranks must, in the same order: ``sync_dist`` reduces over them."""
-    metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
     for call in calls:
         value = call.value
         if isinstance(value, MetricValue):
-            metric = metrics[value.name]
+            metric = module.get_submodule(value.name)
+            assert isinstance(metric, Metric)
             if value.batch_value is not None:
                 set_batch_value(metric, _to_device(value.batch_value, device))
             value = metric
