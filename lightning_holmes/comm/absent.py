@@ -326,6 +326,7 @@ class HeldParameter(nn.Parameter):
         return copied
 
 
+_NEVER_ABSENT = {type(None), bool, int, float, str, Tensor}
 _MARKS = {AbsentParameter, HeldParameter}
 for _class in _MARKS:
     _class.__name__ = _class.__qualname__ = "Parameter"  # what people print
@@ -350,6 +351,8 @@ def _source_of(parameter: Tensor) -> Source:
 
 def _seen(value: Any) -> Any:
     """``value`` with placeholders in place of absent parameters."""
+    if type(value) in _NEVER_ABSENT:
+        return value
     if isinstance(value, AbsentParameter):
         source: Source | None = vars(value).get(_SOURCE)
         with without_torch_functions():
