@@ -230,8 +230,8 @@ class DistributedP2P:
                 wait_for(rest, self._messages)
         return decode(data.numpy().data)
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank; all must call. A fifth of the time in which each tells the others by messages."""
+    def anybody(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank; all must call. It takes less than messages from each to each."""
         with naming(functools.partial(self._where, "ranks agree", self._messages)):
             return any_of(flag, self._messages)
 

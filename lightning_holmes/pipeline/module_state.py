@@ -72,10 +72,16 @@ class ModuleState:
     def receive(self) -> None:
         """Wait for what the others have sent since this rank has, if anything, and put it on the module."""
         p2p, awaited, self._awaited = self._p2p, self._awaited, []
+        arrived: set[tuple[str, str]] = set()
         for rank in awaited:
             assert p2p is not None
+            attributes, buffers, metrics = p2p.receive_message(rank, TOPIC_STATE)
             with torch.inference_mode(False):  # what arrives stays, and hooks may change it
-                self._apply(*p2p.receive_message(rank, TOPIC_STATE))
+                self._apply(attributes, buffers, metrics)
+            arrived |= attributes.keys()
+        if arrived:  # not what has changed here meanwhile; and only now, since one object may have two names
+            found = self.attributes()
+            self._seen |= {key: _fingerprint(found[key]) for key in arrived & found.keys()}
 
     def _finish(self) -> None:
         for wait in self._sent:
@@ -127,8 +133,7 @@ class ModuleState:
         module = self._pipeline.module
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
-            registered_buffers(module.get_submodule(path))[key] = arrived = self._to_device(buffer)
-            self._seen["", name] = _fingerprint(arrived)
+            registered_buffers(module.get_submodule(path))[key] = self._to_device(buffer)
         for (name, key), value in attributes.items():
             owner = module.get_submodule(name)
             value = tree.map_tensors(self._to_device, value)
@@ -140,7 +145,6 @@ class ModuleState:
                 present.update(value)
             else:
                 setattr(owner, key, value)
-            self._seen[name, key] = _fingerprint(vars(owner).get(key))
         for name, (state, count) in metrics.items():
             metric = module.get_submodule(name)
             assert isinstance(metric, Metric)

@@ -54,7 +54,7 @@ from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.strategy.tripwires import refusing_reads
-from lightning_holmes.strategy.user_hooks import looks_at_checkpoints
+from lightning_holmes.strategy.user_hooks import looks_at_checkpoints, takes_part_in_update
 from lightning_holmes.torch_private import default_store
 
 _T = TypeVar("_T")
@@ -452,7 +452,9 @@ class Fit(Run):
         return output
 
     def _receives_later(self, step_name: str) -> bool:
-        return step_name == "training_step" and not self.accumulates  # the optimizer's step comes first
+        if step_name != "training_step" or self.accumulates:  # else the optimizer's step comes first
+            return False
+        return not takes_part_in_update(self.module, self.trainer.strategy.optimizers)
 
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:
         reducer, host = self.gradients.reducer, self.gradients.host

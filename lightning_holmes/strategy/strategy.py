@@ -586,11 +586,12 @@ class HolmesStrategy(ParallelStrategy):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning does; a monitored run notes the time from the gradients to the end of the optimizer's step."""
+        """As Lightning does; what other ranks' steps left on the module is there when it ends. A monitored run notes the time from the gradients
+        to the end of the optimizer's step."""
         with self._training.lifted(), self._training.noting_update(closure) as noted:
             output = super().optimizer_step(optimizer, noted, model, **kwargs)
-        self._training.receive_module_state()  # which schedulers may look at
-        return output
+            self._training.receive_module_state()  # which schedulers may look at
+            return output
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
         """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must

@@ -9,7 +9,7 @@ module. What a hook changes, it changes on the rank whose stage it is.
 Of parameters in shards an operation brings the parts that it reads, and lets go of those of the operation before.
 
 Bringing takes all ranks of a pipeline, or all ranks where there are shards, and a hook may read on one of them only (``if trainer.is_global_zero``). So in
-rounds each rank says what it wants, and what anyone wants is brought to all; at the end of a hook, and before it
+rounds each rank says whether it wants something, then what, and what anyone wants is brought to all; at the end of a hook, and before it
 calls a collective of the strategy, a rank goes on taking part until nobody wants anything.
 
 Not watched: Lightning's own callbacks, but for pruning, which ranks all parameters; hooks of data; what runs before the
@@ -385,7 +385,7 @@ class Tripwires(Replacements):
         if hook.shards is not None:
             return any_of(wants, groups.everyone_on_host)
         assert groups.p2p is not None
-        return groups.p2p.any(wants)
+        return groups.p2p.anybody(wants)
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
         """Let the parts that any rank wants be whole on all, and those of the round before go."""

@@ -10,6 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_holmes.torch_private import step_hooks
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 """Between the backward and the optimizer's step."""
@@ -54,6 +57,13 @@ def hooks_that_read_state(module: "pl.LightningModule", callbacks: Iterable["pl.
     """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
     callbacks = users_callbacks(callbacks)
     return frozenset(step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks)))
+
+
+def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Optimizer]) -> bool:
+    """Whether code of the user's may run inside of the optimizer's step, where no hook begins: in an ``optimizer_step`` that has called the
+    closure, in an optimizer of another class than torch's, or in what is registered with one."""
+    own = any(overridden_hooks(module, (), ("optimizer_step",)))
+    return own or any(not type(o).__module__.startswith("torch.") or step_hooks(o) for o in optimizers)
 
 
 def looks_at_checkpoints(module: "pl.LightningModule") -> bool:

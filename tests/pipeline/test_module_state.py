@@ -18,6 +18,7 @@ class Keeper(LightningModule):
         self.last = torch.zeros(())
         self.losses: list[torch.Tensor] = []
         self.table = np.zeros(10_000)
+        self.same: list[torch.Tensor] | None = None
         self.register_buffer("correct", torch.zeros(()))
 
 
@@ -91,3 +92,21 @@ def test_what_is_sent_stays_away_until_it_is_received_and_does_not_come_back() -
     for state in states:
         state.receive()
     assert all(state._changes() == ({}, {}, {}) for state in states)
+
+
+def test_an_object_of_two_names_is_no_news_of_the_rank_that_has_received_it() -> None:
+    mailbox = LocalMailbox()
+    modules = [Keeper(), Keeper()]
+    states = []
+    for rank, module in enumerate(modules):
+        module.same = module.losses
+        pipeline = PipelineModule(module, None, Partition((1,)), [0], torch.device("cpu"))
+        states.append(ModuleState(pipeline, LocalP2P(rank, 2, mailbox), torch.device("cpu")))
+        states[-1].watch()
+    for number in range(4):
+        modules[0].losses.append(torch.tensor(float(number)))
+        for state in states:
+            state.send()
+        for state in states:
+            state.receive()
+    assert [[float(v) for v in module.losses] for module in modules] == [[0.0, 1.0, 2.0, 3.0]] * 2

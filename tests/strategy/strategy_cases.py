@@ -448,9 +448,24 @@ class PacesWithoutUpdateHook(Paces):
     on_before_optimizer_step = Classifier.on_before_optimizer_step
 
 
+class PacesInUpdate(PacesWithoutUpdateHook):
+    """Looks between the closure and the update, which it calls past Lightning."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        self.seen.append(("in the update", self.pace))
+        if self.pace != 2.0:  # which ranks must agree on
+            optimizer.optimizer.step()
+
+
 def case_paces(setting: Setting) -> Any:
     seen = {}
-    for name, cls, window in (("both", Paces, 1), ("late", PacesWithoutUpdateHook, 1), ("window", Paces, 2)):
+    for name, cls, window in (
+        ("both", Paces, 1),
+        ("late", PacesWithoutUpdateHook, 1),
+        ("window", Paces, 2),
+        ("own", PacesInUpdate, 1),
+    ):
         module = build(cls)
         trainer = setting.trainer(accumulate_grad_batches=window)
         trainer.fit(module, setting.loader(samples()))
