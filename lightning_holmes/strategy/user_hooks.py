@@ -3,13 +3,16 @@
 for owner, hook in overridden_hooks(module, callbacks):       # (module, "on_after_backward"), ...
 """
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.torch_private import step_hooks
@@ -57,6 +60,38 @@ def hooks_that_read_state(module: "pl.LightningModule", callbacks: Iterable["pl.
     """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
     callbacks = users_callbacks(callbacks)
     return frozenset(step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks)))
+
+
+def reads_module(scheduler: Any) -> bool:
+    """Whether functions of a scheduler's know the module, as ``LambdaLR(optimizer, lambda step: self.pace)`` does: what it reads there cannot be
+    seen, and is to be that of the whole step."""
+    found, waiting = {id(scheduler)}, [scheduler]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (nn.Module, pl.Trainer)):
+            return True
+        for inner in _held_by(value):
+            if id(inner) not in found and not isinstance(inner, (str, int, float, Tensor, Optimizer)):
+                found.add(id(inner))
+                waiting.append(inner)
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        names = {*value.__code__.co_names} & value.__globals__.keys()
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # an empty one has none
+        return [*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names)]
+    is_plain = isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__")
+    return [] if is_plain else list(vars(value).values())
 
 
 def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Optimizer]) -> bool:

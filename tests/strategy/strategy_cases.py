@@ -458,16 +458,24 @@ class PacesInUpdate(PacesWithoutUpdateHook):
             optimizer.optimizer.step()
 
 
+class PacesUnseen(PacesWithoutUpdateHook):
+    """The scheduler alone looks."""
+
+    on_train_batch_end = Classifier.on_train_batch_end
+
+
 def case_paces(setting: Setting) -> Any:
     seen = {}
-    for name, cls, window in (
-        ("both", Paces, 1),
-        ("late", PacesWithoutUpdateHook, 1),
-        ("window", Paces, 2),
-        ("own", PacesInUpdate, 1),
-    ):
+    kinds = {
+        "both": Paces,
+        "late": PacesWithoutUpdateHook,
+        "window": Paces,
+        "own": PacesInUpdate,
+        "unseen": PacesUnseen,
+    }
+    for name, cls in kinds.items():
         module = build(cls)
-        trainer = setting.trainer(accumulate_grad_batches=window)
+        trainer = setting.trainer(accumulate_grad_batches=2 if name == "window" else 1)
         trainer.fit(module, setting.loader(samples()))
         seen[name] = (module.seen, trainer.optimizers[0].param_groups[0]["lr"], outcome(setting, trainer, module))
     return seen

@@ -1,12 +1,15 @@
 """Whose hooks the user has written, and after which steps they may read what is left on the module."""
 
+import functools
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lightning_holmes.strategy.user_hooks import hooks_that_read_state, overridden_hooks, users_callbacks
+from lightning_holmes.strategy.user_hooks import hooks_that_read_state, overridden_hooks, reads_module, users_callbacks
 
 
 class Clock(pl.Callback):
@@ -38,6 +41,34 @@ def test_lightnings_own_callbacks_are_not_the_users() -> None:
 )
 def test_hooks_of_each_batch_may_read_what_a_step_left(module: Any, callbacks: Any, steps: set[str]) -> None:
     assert hooks_that_read_state(module, callbacks) == steps
+
+
+MODULE, FACTOR = pl.LightningModule(), 0.5
+
+
+def _kept_in(module: Any) -> Any:
+    return lambda step: 1.0 / (1.0 + module.pace)
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda step: FACTOR**step, False),
+        (functools.partial(lambda step, warm_up: min(1.0, step / warm_up), warm_up=5), False),
+        (_kept_in(pl.LightningModule()), True),
+        (lambda step: 1.0 / (1.0 + MODULE.pace), True),
+        (pl.LightningModule().forward, True),
+        (functools.partial(lambda step, module: module.pace, module=pl.LightningModule()), True),
+    ],
+)
+def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: Any, reads: bool) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert not reads_module(constant)
+    with mock.patch.object(torch.optim.lr_scheduler.LambdaLR, "step"):  # there is no pace to be read
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+    assert reads_module(scheduler) == reads
+    assert reads_module(torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler])) == reads
 
 
 def test_hooks_are_told_with_whose_they_are() -> None:
