@@ -89,7 +89,8 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         names = {*value.__code__.co_names} & value.__globals__.keys()
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # an empty one has none
-        return [*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names)]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [*cells, *defaults, *(value.__globals__[name] for name in names)]
     is_plain = isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__")
     return [] if is_plain else list(vars(value).values())
 
