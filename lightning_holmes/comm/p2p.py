@@ -230,9 +230,13 @@ class DistributedP2P:
                 wait_for(rest, self._messages)
         return decode(data.numpy().data)
 
-    def anybody(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank; all must call. It takes less than messages from each to each."""
-        with naming(functools.partial(self._where, "ranks agree", self._messages)):
+    def anybody(self, flag: bool, what: str) -> bool:
+        """Whether ``flag`` is true on any rank; all must call. It takes less than messages from each to each.
+
+        Args:
+            what: all ranks do here, for the message if one does not come.
+        """
+        with naming(functools.partial(self._where, what, self._messages)):
             return any_of(flag, self._messages)
 
     def finish(self) -> None:

@@ -385,7 +385,7 @@ class Tripwires(Replacements):
         if hook.shards is not None:
             return any_of(wants, groups.everyone_on_host)
         assert groups.p2p is not None
-        return groups.p2p.anybody(wants)
+        return groups.p2p.anybody(wants, f"all ranks read in {hook.name} and leave it")
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
         """Let the parts that any rank wants be whole on all, and those of the round before go."""

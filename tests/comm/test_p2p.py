@@ -50,7 +50,7 @@ def exchange(_: Any) -> list[Any]:
     p2p.finish()
     late = p2p.post_message(other, 7, "y" * 100_000)
     p2p.finish()  # though nobody has asked for that message yet
-    assert p2p.anybody(rank == 1) and not p2p.anybody(False)
+    assert p2p.anybody(rank == 1, "ranks agree") and not p2p.anybody(False, "ranks agree")
     assert p2p.receive_message(other, 7) == "y" * 100_000
     late()
     dist.barrier()
