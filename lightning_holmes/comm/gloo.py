@@ -98,21 +98,28 @@ def register() -> None:
 
 
 def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
-    """Wait for a send or a receive, no longer than the group's timeout; of any backend.
+    """Wait for a send, a receive or a collective, no longer than the group's timeout; of any backend.
 
     Gloo's know no other timeout than that in which the group was connected (torch 2.13), unless ``wait`` is given one. For
     NCCL's that would hold up the host.
     """
-    if group is None:
-        work.wait()
-        return
-    if group not in _LIMITS:
-        _LIMITS[group] = gloo_timeout(group) if dist.get_backend(group) == GLOO else None
-    limit = _LIMITS[group]
+    limit = None if group is None else _limit(group)
     if limit is None:
         work.wait()
-    else:
+        return
+    try:
         work.wait(limit)
+    except RuntimeError as error:
+        if not str(error).startswith("Operation timed out"):
+            raise
+        # as gloo says of sends and receives; of a collective torch does not say how long it was
+        raise RuntimeError(f"Timed out waiting {limit // timedelta(milliseconds=1)}ms for a collective") from error
+
+
+def _limit(group: dist.ProcessGroup) -> timedelta | None:
+    if group not in _LIMITS:
+        _LIMITS[group] = gloo_timeout(group) if dist.get_backend(group) == GLOO else None
+    return _LIMITS[group]
 
 
 def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:

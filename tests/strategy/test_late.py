@@ -19,7 +19,9 @@ def test_a_rank_that_never_leaves_a_hook_ends_the_run_after_the_timeout(tmp_path
     workers = launch_raw(2, "late_cases:stuck", {"folder": str(tmp_path)}, timeout_s=120, folder=tmp_path / "job")
     assert [worker.exit_code for worker in workers] == [1, 1], workers
     said = r"ConnectionLostError: connection lost on rank 0 while all ranks read in Late.on_train_batch_start and leave it .*nothing came within the timeout"
-    named = r".*timed out.*rank 1 on host \S+, in step 1, does not come: it is in .*late_cases.py:\d+ wait"
+    named = (
+        r".*Timed out waiting 5000ms.*rank 1 on host \S+, in step 1, does not come: it is in .*late_cases.py:\d+ wait"
+    )
     assert re.search(said + named, workers[0].output), workers[0].output
     assert "[rank 1] ends, because rank 0 failed: ConnectionLostError" in workers[1].output, workers[1].output
 
