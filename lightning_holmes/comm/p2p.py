@@ -99,6 +99,16 @@ class _PostedReceive:
         return [tensor.to(dtype) for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)]
 
 
+_InFlight = tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]
+"""What waits for a send, what is sent and must live until then, over which group, and where, in words."""
+
+
+def _wait_for_all(sends: Sequence[_InFlight]) -> None:
+    for work, _, group, where in sends:
+        with naming(where):
+            wait_for(work, group)
+
+
 class DistributedP2P:
     """P2P over torch.distributed.
 
@@ -163,7 +173,7 @@ class DistributedP2P:
 
     def _start_send(
         self, data: Tensor, destination: int, group: dist.ProcessGroup, what: str, topic: int | None = None
-    ) -> "_InFlight":
+    ) -> _InFlight:
         peer = self.ranks[destination]
         where = functools.partial(self._where, f"{what} to rank {peer}", group)
         with naming(where):
@@ -195,7 +205,7 @@ class DistributedP2P:
     def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
         return functools.partial(_wait_for_all, self._start_message(destination, topic, message))
 
-    def _start_message(self, destination: int, topic: int, message: Any) -> list["_InFlight"]:
+    def _start_message(self, destination: int, topic: int, message: Any) -> list[_InFlight]:
         data = encode(message)
         head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
         head[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
@@ -242,16 +252,6 @@ class DistributedP2P:
     def finish(self) -> None:
         _wait_for_all(self._in_flight)
         self._in_flight.clear()
-
-
-_InFlight = tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]
-"""What waits for a send, what is sent and must live until then, over which group, and where, in words."""
-
-
-def _wait_for_all(sends: Sequence[_InFlight]) -> None:
-    for work, _, group, where in sends:
-        with naming(where):
-            wait_for(work, group)
 
 
 class LocalP2P:

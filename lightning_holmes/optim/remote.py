@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.objects import any_of
 from lightning_holmes.comm.queue import OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
@@ -380,11 +381,10 @@ class RemoteHost:
         """Let the nodes multiply gradients by ``factor`` before they step; whether any is not finite, on any stage. All ranks call."""
         question = {"ask": "finite", "window": self._reducer.window}
         overflows = not all(link.ask(question)["finite"] for link in self._reducer.shards.links)
-        found = torch.tensor(float(overflows), device=self._groups.builder.device)
         if self._groups.pipeline is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.pipeline)
+            overflows = any_of(overflows, self._groups.pipeline)
         self.shards.edits.append(("scale", factor))
-        return bool(found)
+        return overflows
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         given = {id(p) for p in parameters}

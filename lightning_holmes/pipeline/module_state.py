@@ -48,7 +48,7 @@ class ModuleState:
         """Take the present attributes as known to all ranks."""
         self.receive()
         if self._p2p is not None and self._p2p.size > 1:
-            self._seen = self._fingerprints()
+            self._seen = _fingerprints(self.attributes(), self._buffers())
 
     def synchronise(self) -> None:
         """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
@@ -104,20 +104,13 @@ class ModuleState:
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
 
-    def _fingerprints(self) -> dict[tuple[str, str], Hashable]:
-        found = {key: _fingerprint(value) for key, value in self.attributes().items()}
-        return found | {("", name): _fingerprint(buffer) for name, buffer in self._buffers().items()}
-
     def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         """What all ranks do not know yet, and do from now on."""
-        before, self._seen = self._seen, self._fingerprints()
+        attributes, buffers, before = self.attributes(), self._buffers(), self._seen
+        self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
-        attributes: dict[tuple[str, str], Any] = {}
-        buffers: dict[str, Tensor] = {}
-        if changed:
-            found = self.attributes()
-            attributes = {key: tree.map_tensors(_to_host, found[key]) for key in found if key in changed}
-            buffers = {name: _to_host(b) for name, b in self._buffers().items() if ("", name) in changed}
+        attributes = {k: tree.map_tensors(_to_host, v) for k, v in attributes.items() if k in changed}
+        buffers = {name: _to_host(buffer) for name, buffer in buffers.items() if ("", name) in changed}
         metrics = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
@@ -181,6 +174,14 @@ class _Seen:
 
     def __hash__(self) -> int:
         return hash((id(self._tensor), self._version))
+
+
+def _fingerprints(
+    attributes: dict[tuple[str, str], Any], buffers: dict[str, Tensor]
+) -> dict[tuple[str, str], Hashable]:
+    """Of attributes by module and name, and of buffers by their whole name."""
+    found = {key: _fingerprint(value) for key, value in attributes.items()}
+    return found | {("", name): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 
 def _fingerprint(value: Any) -> Hashable:

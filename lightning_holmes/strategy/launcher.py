@@ -61,11 +61,12 @@ class HolmesLauncher(SubprocessLauncher):
                 self._find_whole(trainer, changes)
             # Lightning's launcher leaves LOCAL_RANK behind, which the next Trainer takes for the word of another launcher
             alone = self.num_processes * self.num_nodes == 1
-            if not alone and not self.cluster_environment.creates_processes_externally:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
-            if not alone:
+            if alone:
+                return function(*args, **kwargs)
+            if self.cluster_environment.creates_processes_externally:
                 set_num_threads(self.num_processes)
-            return function(*args, **kwargs)
+                return function(*args, **kwargs)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _find_whole(self, trainer: "pl.Trainer", changes: Replacements) -> None:
         connector = checkpoint_connector(trainer)

@@ -52,7 +52,7 @@ from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult
 from lightning_holmes.strategy.tripwires import Tripwires
-from lightning_holmes.strategy.user_hooks import hooks_that_read_state, reads_module
+from lightning_holmes.strategy.user_hooks import steps_whose_state_is_read
 
 _T = TypeVar("_T")
 _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
@@ -346,9 +346,8 @@ class Run:
         """
         trainer, job, undo = self.trainer, self.job, self.context.undo
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        read = hooks_that_read_state(self.module, callbacks)
-        if any(reads_module(config.scheduler) for config in trainer.strategy.lr_scheduler_configs):
-            read |= {"training_step"}
+        schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+        read = steps_whose_state_is_read(self.module, callbacks, schedulers)
         self._state_each_batch = read.union(*job.connection.all_gather(read))  # a callback may be on one rank only
         if job.connection.world_size > 1:
             self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch, self.context.snapshots))

@@ -1,4 +1,4 @@
-"""Which hooks of a run the user has written: those that the module or a callback has of its own.
+"""Which hooks of a run the user has written: those that the module or a callback has of its own; and what else of the user's runs between them.
 
 for owner, hook in overridden_hooks(module, callbacks):       # (module, "on_after_backward"), ...
 """
@@ -56,14 +56,18 @@ def overridden_hooks(
                 yield owner, hook
 
 
-def hooks_that_read_state(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> frozenset[str]:
-    """The steps after which a hook of the user runs each batch, and may read what the step left on the module."""
+def steps_whose_state_is_read(
+    module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], schedulers: Iterable[Any] = ()
+) -> frozenset[str]:
+    """The steps after which code of the user's runs each batch, and may read what the step left on the module: a hook, or a function of
+    a scheduler's."""
     callbacks = users_callbacks(callbacks)
-    return frozenset(step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks)))
+    steps = {step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks))}
+    return frozenset(steps | {"training_step"} if any(map(_knows_module, schedulers)) else steps)
 
 
-def reads_module(scheduler: Any) -> bool:
-    """Whether functions of a scheduler's know the module, as ``LambdaLR(optimizer, lambda step: self.pace)`` does: what it reads there cannot be
+def _knows_module(scheduler: Any) -> bool:
+    """Whether functions of a scheduler's do, as ``LambdaLR(optimizer, lambda step: self.pace)`` does: what it reads there cannot be
     seen, and is to be that of the whole step."""
     found, waiting = {id(scheduler)}, [scheduler]
     while waiting:

@@ -1,5 +1,7 @@
 """What steps leave on a module: changes are seen, however memory is used again, and reach the other ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
@@ -22,9 +24,18 @@ class Keeper(LightningModule):
         self.register_buffer("correct", torch.zeros(()))
 
 
-def state_of(module: LightningModule) -> ModuleState:
+def state_of(module: LightningModule, rank: int = 0, mailbox: LocalMailbox | None = None) -> ModuleState:
     pipeline = PipelineModule(module, None, Partition((1,)), [0], torch.device("cpu"))
-    return ModuleState(pipeline, LocalP2P(0, 2, LocalMailbox()), torch.device("cpu"))
+    return ModuleState(pipeline, LocalP2P(rank, 2, mailbox or LocalMailbox()), torch.device("cpu"))
+
+
+def joined(modules: Sequence[LightningModule]) -> list[ModuleState]:
+    """Of two ranks that send to each other, and know each other's present attributes."""
+    mailbox = LocalMailbox()
+    states = [state_of(module, rank, mailbox) for rank, module in enumerate(modules)]
+    for state in states:
+        state.watch()
+    return states
 
 
 def test_a_new_tensor_in_a_freed_ones_place_is_a_change() -> None:
@@ -63,16 +74,8 @@ def test_changes_are_put_on_another_ranks_module() -> None:
 
 
 def test_what_is_sent_stays_away_until_it_is_received_and_does_not_come_back() -> None:
-    mailbox = LocalMailbox()
     modules = [Keeper(), Keeper()]
-    states = [
-        ModuleState(
-            PipelineModule(m, None, Partition((1,)), [0], torch.device("cpu")), LocalP2P(rank, 2, mailbox), m.device
-        )
-        for rank, m in enumerate(modules)
-    ]
-    for state in states:
-        state.watch()
+    states = joined(modules)
     modules[0].losses.append(torch.ones(()))
     modules[1].table[0] = 2.0
     for state in states:
@@ -95,14 +98,10 @@ def test_what_is_sent_stays_away_until_it_is_received_and_does_not_come_back() -
 
 
 def test_an_object_of_two_names_is_no_news_of_the_rank_that_has_received_it() -> None:
-    mailbox = LocalMailbox()
     modules = [Keeper(), Keeper()]
-    states = []
-    for rank, module in enumerate(modules):
+    for module in modules:
         module.same = module.losses
-        pipeline = PipelineModule(module, None, Partition((1,)), [0], torch.device("cpu"))
-        states.append(ModuleState(pipeline, LocalP2P(rank, 2, mailbox), torch.device("cpu")))
-        states[-1].watch()
+    states = joined(modules)
     for number in range(4):
         modules[0].losses.append(torch.tensor(float(number)))
         for state in states:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lightning_holmes.strategy.user_hooks import hooks_that_read_state, overridden_hooks, reads_module, users_callbacks
+from lightning_holmes.strategy.user_hooks import overridden_hooks, steps_whose_state_is_read, users_callbacks
 
 
 class Clock(pl.Callback):
@@ -40,7 +40,7 @@ def test_lightnings_own_callbacks_are_not_the_users() -> None:
     ],
 )
 def test_hooks_of_each_batch_may_read_what_a_step_left(module: Any, callbacks: Any, steps: set[str]) -> None:
-    assert hooks_that_read_state(module, callbacks) == steps
+    assert steps_whose_state_is_read(module, callbacks) == steps
 
 
 MODULE, FACTOR = pl.LightningModule(), 0.5
@@ -64,11 +64,16 @@ def _kept_in(module: Any) -> Any:
 def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: Any, reads: bool) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert not reads_module(constant)
+    module, nothing = pl.LightningModule(), frozenset[str]()
+    assert steps_whose_state_is_read(module, [], [constant]) == nothing
     with mock.patch.object(torch.optim.lr_scheduler.LambdaLR, "step"):  # there is no pace to be read
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
-    assert reads_module(scheduler) == reads
-    assert reads_module(torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler])) == reads
+    chained, steps = (
+        torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler]),
+        {"training_step"} if reads else nothing,
+    )
+    assert steps_whose_state_is_read(module, [], [scheduler]) == steps
+    assert steps_whose_state_is_read(module, [], [chained]) == steps
 
 
 def test_hooks_are_told_with_whose_they_are() -> None:
