@@ -39,7 +39,7 @@ from lightning_holmes.checkpoint.manifest import Manifest
 Records = dict[str, list[Any]]
 FITS_A_LAUNCH = 50
 LAUNCH_S = 1200 if EXHAUSTIVE else 240  # hours of fits run beside other work
-pytestmark = pytest.mark.timeout(LAUNCH_S + 60)
+pytestmark = pytest.mark.timeout(3 * LAUNCH_S + 60)  # a launch for each number of workers
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.xdist_group("testbed_faults"),
     pytest.mark.timeout(280),
 ]
+PATIENCE = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Of torchrun: for how long the first host waits for the second, which may start that much later where other tests run."""
 GROWING = ("num_nodes", "grows", "every")
 NODES = ("optimizer_nodes", "optimizer_states", "gradient_sync", "eager")
 MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", *NODES)
@@ -114,7 +116,7 @@ def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     arguments = [str(WORKER), str(folder), json.dumps({"num_nodes": len(options.get("hosts", bed.hosts)), **given})]
     command = [*options.pop("before", [sys.executable]), *arguments]
     env = {"PYTHON_EXEC": forked_executable()} | options.pop("env", {})
-    return bed.run(command, env=env, grace_s=90, timeout_s=options.pop("limit_s", 200), **options)
+    return bed.run(command, env=env, grace_s=150, timeout_s=options.pop("limit_s", 200), **options)
 
 
 def shown(results: dict[str, HostResult]) -> str:
@@ -240,9 +242,8 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
                 killing.append(threading.Thread(target=bed.kill, args=("west",)))
                 killing[0].start()
 
-        patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=two-clusters"]
-        elastic += [f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29411", f"--rdzv-conf={patience}"]
+        elastic += [f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29411", f"--rdzv-conf={PATIENCE}"]
         options = {"snapshots": str(tmp_path / "memory"), "kill_rank": 1, "before": elastic, "pipeline": "hosts"}
         results = run(bed, tmp_path, processes_per_host=1, node_order=["east", "west"], echo=lose_power, **options)
         for thread in killing:
@@ -259,13 +260,12 @@ def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batch
     """Two replicas under torchrun, one of them alone, two again. The host that was lost comes with nothing. Baseline: one process, whose loss is
     the mean of theirs, to 1e-5."""
     memory = tmp_path / "memory"
-    patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     elastic = [
         "--nnodes=1:2",
         "--max-restarts=3",
         "--rdzv-backend=c10d",
         "--rdzv-id=growing",
-        f"--rdzv-conf={patience}",
+        f"--rdzv-conf={PATIENCE}",
     ]
     options: dict[str, Any] = {"snapshots": str(memory), "every": 3, "kill_rank": 1, "pipeline": 1, "grows": True}
     returned: dict[str, HostResult] = {}
