@@ -5,11 +5,12 @@ No other file imports a name with a leading underscore from torch.
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -231,28 +232,61 @@ def is_backend_registered(name: str) -> bool:
 
 def operator_name(operator: Any) -> str:
     """The qualified name of an operator seen by a dispatch mode, without its overload: ``aten::add``."""
-    name: str = operator._schema.name
-    return name
+    return _traits(operator).name
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments which an operator changes in place; batch norms do not declare that they change their statistics."""
-    given = {
-        a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
-    }
-    normalises = "batch_norm" in operator._schema.name and bool(given.get("training", given.get("train")))
-    for argument in operator._schema.arguments:
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (normalises and argument.name in ("running_mean", "running_var")):
-            yield given[argument.name]
+    traits = _traits(operator)
+    if not traits.written and traits.trains is None:
+        return
+
+    def given(place: tuple[int, str]) -> Any:
+        index, name = place
+        return kwargs[name] if name in kwargs else args[index] if index < len(args) else None
+
+    yield from map(given, traits.written)
+    if traits.trains is not None and given(traits.trains):
+        yield from map(given, traits.statistics)
 
 
 def computes(operator: Any) -> bool:
     """Whether an operator does more than to give another view of its argument's memory, or to ask for its device."""
-    if operator._schema.name.startswith("prim::"):
-        return False
-    infos = [returned.alias_info for returned in operator._schema.returns]
-    return not infos or any(info is None or info.is_write for info in infos)
+    return _traits(operator).computes
+
+
+class _Traits(NamedTuple):
+    """What an operator's schema says, which takes longer to read than many an operator to run.
+
+    Attributes:
+        written, statistics, trains: arguments, each by place and name: what it changes in place; what a batch norm changes beside, where
+            the last is true.
+    """
+
+    name: str
+    computes: bool
+    written: tuple[tuple[int, str], ...]
+    statistics: tuple[tuple[int, str], ...]
+    trains: tuple[int, str] | None
+
+
+@functools.cache
+def _traits(operator: Any) -> _Traits:
+    schema = operator._schema
+    places = {argument.name: (index, argument.name) for index, argument in enumerate(schema.arguments)}
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    normalises = "batch_norm" in schema.name
+    returned = [value.alias_info for value in schema.returns]
+    return _Traits(
+        name=schema.name,
+        computes=not schema.name.startswith("prim::")
+        and (not returned or any(i is None or i.is_write for i in returned)),
+        written=tuple(places[name] for name in written),
+        statistics=tuple(
+            places[n] for n in ("running_mean", "running_var") if normalises and n in places and n not in written
+        ),
+        trains=places.get("training", places.get("train")) if normalises else None,
+    )
 
 
 def is_batch_norm(module: nn.Module) -> bool:

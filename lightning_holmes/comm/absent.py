@@ -16,7 +16,7 @@ Parameters stay the objects that they are: their class tells of each operation, 
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -182,12 +182,11 @@ class Placeholder(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        given = list(_tensors((args, kwargs)))
+        given = [*_tensors(args), *_tensors(kwargs)]
         source = next((vars(t)[_SOURCE] for t in given if isinstance(t, cls) and _SOURCE in vars(t)), None)
-        name = operator_name(func)
-        is_free = name in VALUE_FREE
+        is_free = operator_name(func) in VALUE_FREE
         if source is not None and not is_free:
-            _judge(source, func, name, args, kwargs)
+            _judge(source, func, args, kwargs)
         with without_torch_dispatch():
             output = func(*args, **kwargs)
         return output if is_free or source is None else _carried(output, source, {id(t) for t in given})
@@ -239,9 +238,15 @@ def _marked(tensor: Tensor, source: Source) -> Placeholder:
     return found
 
 
-def _judge(source: Source, func: Any, name: str, args: Any, kwargs: Any) -> None:
+@functools.cache
+def _depends_on_values(operator: Any) -> bool:
+    """Whether what Python sees of a result does: it is a number, or of a shape that values decide."""
+    return operator_name(operator) in TO_PYTHON or any(tag in operator.tags for tag in SHAPED_BY_VALUES)
+
+
+def _judge(source: Source, func: Any, args: Any, kwargs: Any) -> None:
     """Stop an operation that makes a placeholder's value count."""
-    if name in TO_PYTHON or any(tag in func.tags for tag in SHAPED_BY_VALUES):
+    if _depends_on_values(func):
         source.refuse_read()
     for value in written_arguments(func, args, kwargs):
         for tensor in _tensors(value):
@@ -264,14 +269,14 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
+        return (value,)
+    if not isinstance(value, (list, tuple)):
+        if not isinstance(value, Mapping):
+            return ()
+        value = value.values()
+    return [tensor for each in value if type(each) not in _NO_TENSORS for tensor in _tensors(each)]
 
 
 def _bytes(parameter: nn.Parameter) -> Tensor:
@@ -326,7 +331,8 @@ class HeldParameter(nn.Parameter):
         return copied
 
 
-_NEVER_ABSENT = {type(None), bool, int, float, str, Tensor}
+_NO_TENSORS = {type(None), bool, int, float, str}
+_NEVER_ABSENT = {*_NO_TENSORS, Tensor}
 _MARKS = {AbsentParameter, HeldParameter}
 for _class in _MARKS:
     _class.__name__ = _class.__qualname__ = "Parameter"  # what people print
