@@ -12,7 +12,7 @@ strategy's. It exits with 0 where all agrees, with 1 where something differs.
     lightning-holmes plan --config recipes/gpt_tiny/config.yaml --device_type A100-80GB --html plan.html
 
 `plan` reads them, too, and says what a run will cost before it is started: without GPUs, weights or network
-(commands/plan.py).
+(commands/plan_command.py).
 
     lightning-holmes --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-holmes
 
@@ -208,21 +208,21 @@ class HolmesCLI(LightningCLI):
             sys.exit(1)
 
     def run_plan(self) -> None:
-        from lightning_holmes.commands import plan  # not needed, and so not loaded, by the other commands
+        from lightning_holmes.commands import plan_command  # not needed, and so not loaded, by the other commands
 
         options = self.config[PLAN]
-        given = {entry.name: options[entry.name] for entry in fields(plan.PlanRequest)}
+        given = {entry.name: options[entry.name] for entry in fields(plan_command.PlanRequest)}
         given["tensor_parallel_sizes"] = tuple(given["tensor_parallel_sizes"] or (1,))
         for name in ("plot", "html", "output"):
-            plan.check_writable(given[name], f"--{name}")
+            plan_command.check_writable(given[name], f"--{name}")
         self.datamodule = self._make_only("data")
 
         def load_batch(model: LightningModule) -> Any:
             self.model = model
             return self.load_batch()
 
-        result = plan.run_plan(
-            plan.PlanRequest(**given),
+        result = plan_command.run_plan(
+            plan_command.PlanRequest(**given),
             build_model=lambda: self._make_only("model"),
             load_batch=load_batch if self.datamodule is not None else None,
             strategy=options.trainer.strategy,

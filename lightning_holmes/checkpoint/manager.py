@@ -38,7 +38,7 @@ from lightning_holmes.errors import (
     ConfigurationError,
     ConnectionLostError,
 )
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.torch_private import default_store
 
 _TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
@@ -86,7 +86,7 @@ class CheckpointManager:
         self._staging = Staging()
         self._file_systems: dict[str, FileSystems] = {}
         self._last: Meeting | None = None
-        self.reading: Lockstep | None = None
+        self.reading: JoinedSteps | None = None
         """What brings values of the next folder while it is written; all ranks finish it."""
         self.others_may_write = False
         """Some of its values have writers of their own; the same on all ranks."""

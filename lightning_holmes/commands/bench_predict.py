@@ -4,7 +4,7 @@
     lightning-holmes bench --predict --beds unequal slow-ethernet
     lightning-holmes bench --partitions
 
---predict runs every case of a bed (commands/benchmark/prediction.py) and compares the step that the strategy predicted before
+--predict runs every case of a bed (commands/benchmark/prediction_beds.py) and compares the step that the strategy predicted before
 the first one with the measured one; runs that stand in the output folder are kept, so that beds can be run apart.
 --partitions tries all partitions of one model on hosts of unlike speed, and what the strategy chooses. Needs root.
 """
@@ -23,7 +23,7 @@ from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.bed import raise_if_failed
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.bench_report import show_seconds
-from lightning_holmes.commands.benchmark.prediction import (
+from lightning_holmes.commands.benchmark.prediction_beds import (
     PARTITION_BED,
     PREDICTION_BEDS,
     PROGRESS,

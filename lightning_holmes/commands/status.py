@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from lightning_holmes.checkpoint.history import summary
-from lightning_holmes.checkpoint.snapshots import MEMORY, JobOnHost, jobs_on_host
+from lightning_holmes.checkpoint.snapshot_folder import MEMORY, JobOnHost, jobs_on_host
 from lightning_holmes.errors import ConfigurationError
 
 _SHOWN = 2  # of what several ranks say when they end

@@ -1,4 +1,4 @@
-"""The exchanges (comm/exchange.py): who holds parameters, gradients and optimizer states of a stage's replicas.
+"""The exchanges (comm/parameter_exchange.py): who holds parameters, gradients and optimizer states of a stage's replicas.
 
 exchange            parameters          fetch, release      reduce              states
 Replicated          on every replica    nothing             sum over replicas   on every replica

@@ -1,7 +1,7 @@
 """GradientReducer: a rank's gradients over a window of accumulated batches, gathered over microbatches and reduced.
 
 It owns the buckets, the collectives that sum them and the choice among these. When a stage is reduced is the schedule's
-business (exchange.py), and what becomes of reduced gradients is host.py's.
+business (comm/parameter_exchange.py), and what becomes of reduced gradients is host.py's.
 
     reducer.begin(last=True)                # before a batch's microbatches; last: of an accumulation window
     ...                                     # backwards; last_backward(stage), reduce(stage) for each stage

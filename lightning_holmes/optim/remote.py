@@ -25,8 +25,8 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.host_memory import HostMemory
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.layered import LayeredReducer
-from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
@@ -271,7 +271,7 @@ class RemoteOptimizer:
         link, unit = self._parameters.link_of(part)
         return link, {"unit": unit, "names": names, "version": self._parameters.version}
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
         """Unit by unit."""
         self._parameters.settle()
         replica = self._parameters.replica
@@ -284,7 +284,7 @@ class RemoteOptimizer:
                 keys |= link.ask(question | {"ask": "keys"})["keys"]
                 steps.append(functools.partial(_states, link, question | {"ask": "states"}))
         self._sizes = keys
-        return {name: list(sizes) for name, sizes in keys.items()}, Lockstep(steps)
+        return {name: list(sizes) for name, sizes in keys.items()}, JoinedSteps(steps)
 
     def num_bytes(self, name: str, key: str) -> int:
         """Of an entry that :meth:`collect_in_steps` has found."""

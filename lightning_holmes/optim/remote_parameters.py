@@ -24,8 +24,8 @@ from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.host_memory import HostMemory
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.layered import gathered_dtype
-from lightning_holmes.optim.lockstep import Lockstep
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.node_writer import NodeWriter
@@ -293,7 +293,7 @@ class RemoteParameters(StageShards):
 
     def collect_in_steps(
         self, destination: Callable[[str], int], *, end: Callable[[], None] = lambda: None
-    ) -> tuple[list[str], Lockstep]:
+    ) -> tuple[list[str], JoinedSteps]:
         self.settle()
 
         def bring(part: Part) -> dict[str, dict[str, Tensor]]:
@@ -302,7 +302,7 @@ class RemoteParameters(StageShards):
 
         parts = [part for part in self.parts if any(destination(name) == self.replica for name in part.names)]
         here = [name for part in parts for name in part.names if destination(name) == self.replica]
-        return here, Lockstep([functools.partial(bring, part) for part in parts])
+        return here, JoinedSteps([functools.partial(bring, part) for part in parts])
 
     def num_bytes(self, name: str) -> int:
         """Of a parameter as workers have it."""

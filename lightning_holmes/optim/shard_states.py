@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.objects import all_gather_values
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
@@ -48,7 +48,7 @@ class OwnedStates(Protocol):
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
         """The same on :meth:`destination`, some at a time, when somebody takes them: the keys of those that come here, and what
         brings them. All replicas call, and take or finish."""
 

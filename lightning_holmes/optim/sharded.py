@@ -29,7 +29,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
 from lightning_holmes.optim.shards import Piece, holder_of
@@ -316,7 +316,7 @@ class ShardedOptimizer:
         self.finish()
         return self._join(self._pieces, self._states_of_pieces(), destination)
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], Lockstep]:
+    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
         """The same on :meth:`destination`, a bucket at a time, when somebody takes its states: the keys of those that come here,
         and what brings them. All replicas call, and take or finish."""
         self.finish()
@@ -332,7 +332,7 @@ class ShardedOptimizer:
                 if piece in local and self.destination(name) == self._rank:
                     keys[name] = list(local[piece])
         steps = [functools.partial(self._join, pieces, local, self.destination) for pieces in buckets.values()]
-        return keys, Lockstep(steps)
+        return keys, JoinedSteps(steps)
 
     def _states_of_pieces(self) -> dict[Piece, dict[str, Any]]:
         local: dict[Piece, dict[str, Any]] = {}

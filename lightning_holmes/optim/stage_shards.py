@@ -28,7 +28,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
@@ -378,7 +378,7 @@ class StageShards:
 
     def collect_in_steps(
         self, destination: Callable[[str], int], *, end: Callable[[], None]
-    ) -> tuple[list[str], Lockstep]:
+    ) -> tuple[list[str], JoinedSteps]:
         """The same a part at a time, when somebody takes it: the names of those that come here, each with one entry, "", and what
         brings them, and calls ``end`` after the last. All replicas call, and take or finish."""
 
@@ -391,7 +391,7 @@ class StageShards:
             return {}
 
         here = [name for part in self.parts for name in part.names if destination(name) == self.rank]
-        return here, Lockstep([*(functools.partial(bring, part) for part in self.parts), ended])
+        return here, JoinedSteps([*(functools.partial(bring, part) for part in self.parts), ended])
 
     def each_whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, whole, a part at a time. All replicas call, and take all."""

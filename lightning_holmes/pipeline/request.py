@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_holmes.comm.exchange import ParameterExchange
+from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import LogCall
 from lightning_holmes.pipeline.stage import StageRun

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.comm.exchange import LocalExchange
 from lightning_holmes.comm.p2p import P2P, PendingReceive, TensorSpec
+from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree

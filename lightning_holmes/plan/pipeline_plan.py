@@ -21,7 +21,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.search.notes import describe_result
-from lightning_holmes.plan.search.sharding import search_with_sharding
+from lightning_holmes.plan.search.shard_search import search_with_sharding
 from lightning_holmes.plan.self_adapting import Balance, solve
 
 _MICROBATCHES_PER_RANK = 4

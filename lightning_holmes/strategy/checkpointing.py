@@ -27,7 +27,7 @@ from lightning_holmes.checkpoint import finding, resume
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote import RemoteOptimizer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
@@ -396,7 +396,7 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
 
 
 def _deferred(
-    values: Lockstep, name: str, key: str, num_bytes: int = 0, writer: NodeWriter | None = None
+    values: JoinedSteps, name: str, key: str, num_bytes: int = 0, writer: NodeWriter | None = None
 ) -> checkpoints.Deferred:
     read = functools.partial(values.take, name, key)
     return checkpoints.Deferred(place=(name, key), read=read, num_bytes=num_bytes, writer=writer)

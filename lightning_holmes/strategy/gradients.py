@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_holmes.comm.collectives import Collective
-from lightning_holmes.comm.exchange import ParameterExchange
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.optim.elementwise import Separability

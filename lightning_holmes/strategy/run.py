@@ -23,7 +23,7 @@ from lightning_holmes import checkpoint
 from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.exchange import ParameterExchange
+from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import active_loop
 from lightning_holmes.optim.exchange import Fetched

@@ -7,7 +7,7 @@
 
 A snapshot is what Lightning's checkpoint holds, between two batches, and beside it the random generators of every rank and where its
 loaders are. A loader without a state of its own is brought there by loading again what was loaded in this epoch, with the random
-numbers of then. Folders and files are checkpoint/snapshots.py's.
+numbers of then. Folders and files are checkpoint/snapshot_folder.py's.
 """
 
 import os
@@ -31,7 +31,7 @@ from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
-from lightning_holmes.checkpoint.snapshots import (
+from lightning_holmes.checkpoint.snapshot_folder import (
     SnapshotFolder,
     SnapshotManager,
     find_newest,

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_holmes.checkpoint.snapshots import MEMORY, SnapshotFolder, SnapshotManager, job_name
+from lightning_holmes.checkpoint.snapshot_folder import MEMORY, SnapshotFolder, SnapshotManager, job_name
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.options import Options

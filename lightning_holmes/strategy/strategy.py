@@ -48,7 +48,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
 from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy import admission, agreement, collectives
+from lightning_holmes.strategy import admission, agreement, lightning_collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -630,29 +630,29 @@ class HolmesStrategy(ParallelStrategy):
         if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
             self._refuse_in_parts("barrier")
             with self._lifted():
-                collectives.barrier(self.root_device)
+                lightning_collectives.barrier(self.root_device)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         self._refuse_in_parts("broadcast")
         with self._lifted():
-            return collectives.broadcast(obj, src)
+            return lightning_collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
         self._refuse_in_parts("reduce")
-        return collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
+        return lightning_collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over ``group``, by default (of a LightningModule, all ranks) over the replicas; the first dimension counts them."""
         self._refuse_in_parts("all_gather")
         group = self._replicas if group in (None, dist.group.WORLD) else group
         alone = group is None and self._job is not None and self.world_size > 1
-        return collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
+        return lightning_collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_in_parts("reduce_boolean_decision")
         with self._lifted():
-            return collectives.decide(decision, all=all, device=self.root_device)
+            return lightning_collectives.decide(decision, all=all, device=self.root_device)
 
     # checkpoints
 

@@ -21,7 +21,7 @@ from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.manifest import MANIFEST
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshots import (
+from lightning_holmes.checkpoint.snapshot_folder import (
     _START,
     SnapshotFolder,
     SnapshotManager,
@@ -113,7 +113,7 @@ def test_what_an_attempt_before_has_left_is_told_from_this_ones(tmp_path: Path) 
 def test_two_jobs_of_one_name_do_not_share_a_folder_and_a_forked_worker_keeps_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_holmes.checkpoint.snapshots._ENDING_S", 0.3)
+    monkeypatch.setattr("lightning_holmes.checkpoint.snapshot_folder._ENDING_S", 0.3)
     first = SnapshotFolder(tmp_path, _NAME, 0, "first")
     assert SnapshotFolder(tmp_path, _NAME, 0, "first").began is None, "another rank"
     with pytest.raises(ConfigurationError, match=r"another job of the same name trains on host.*two names"):

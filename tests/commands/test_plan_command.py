@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, TorchCheckp
 from torch import nn
 
 from lightning_holmes.cli import main
-from lightning_holmes.commands.plan import parse_batch_shape, strategy_settings
+from lightning_holmes.commands.plan_command import parse_batch_shape, strategy_settings
 from lightning_holmes.commands.plan_devices import precision_of
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import Partition
@@ -363,7 +363,7 @@ def test_no_devices_are_refused(capsys):
 
 
 def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkeypatch):
-    monkeypatch.setattr("lightning_holmes.commands.plan.LARGEST_RUN", 100)
+    monkeypatch.setattr("lightning_holmes.commands.plan_command.LARGEST_RUN", 100)
     code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
     assert code == 2 and "Reads.training_step does not run on tensors without values" in err
     assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_holmes.commands import bench, bench_predict
 from lightning_holmes.commands.bench_predict import compare_partitions
-from lightning_holmes.commands.benchmark.prediction import PARTITION_BED, PREDICTION_BEDS, PredictionBed
+from lightning_holmes.commands.benchmark.prediction_beds import PARTITION_BED, PREDICTION_BEDS, PredictionBed
 from lightning_holmes.commands.benchmark.prediction_report import PredictedRun, PredictionReport
 from lightning_holmes.errors import ConfigurationError
 

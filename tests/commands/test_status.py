@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_holmes.checkpoint.history import Event
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder
+from lightning_holmes.checkpoint.snapshot_folder import SnapshotFolder
 from lightning_holmes.commands.status import main
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.loggers import RunRecord

@@ -17,8 +17,8 @@ from covering import selected
 from node_driver import OPTIMIZERS, Driver, told_of
 
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.optim.node.buffers import PAGE, Memory
 from lightning_holmes.optim.node.disk import StateFile
-from lightning_holmes.optim.node.memory import PAGE, Memory
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 from lightning_holmes.optim.node.store import share_out
 from lightning_holmes.optim.node.stored_unit import StoredUnit

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_holmes.checking import first_step, simulated_pipeline
-from lightning_holmes.comm.exchange import LocalExchange
+from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.pipeline.request import Microbatches, StepRequest

@@ -19,7 +19,7 @@ from snapshot_cases import train
 
 from lightning_holmes.checkpoint import atomic, loading, manager, saving
 from lightning_holmes.checkpoint.copies import Copies
-from lightning_holmes.checkpoint.snapshots import SnapshotManager
+from lightning_holmes.checkpoint.snapshot_folder import SnapshotManager
 from lightning_holmes.cluster.testbed import enter
 from lightning_holmes.comm import collectives
 from lightning_holmes.commands import optimizer_node

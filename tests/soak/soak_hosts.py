@@ -14,7 +14,7 @@ from faults import Layout
 from launch import start_worker
 from soak_nodes import Nodes
 
-from lightning_holmes.checkpoint.snapshots import read_name
+from lightning_holmes.checkpoint.snapshot_folder import read_name
 from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.testbed.netlink import namespace_path
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology

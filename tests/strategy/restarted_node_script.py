@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from snapshot_cases import digest_of, train
 
-from lightning_holmes.checkpoint.snapshots import SnapshotManager
+from lightning_holmes.checkpoint.snapshot_folder import SnapshotManager
 from lightning_holmes.strategy import snapshots
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.plan.search import sharding
+from lightning_holmes.plan.search import shard_search
 
 BATCH, STEPS = 8, 4
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -254,7 +254,7 @@ def run_all(name: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def preferring_shards() -> Iterator[None]:
     """As if a step in shards were always predicted to be faster by enough."""
-    with unittest.mock.patch.object(sharding, "Preference", lambda: types.SimpleNamespace(sharding_gain=-100.0)):
+    with unittest.mock.patch.object(shard_search, "Preference", lambda: types.SimpleNamespace(sharding_gain=-100.0)):
         yield
 
 

@@ -14,7 +14,7 @@ from runtime_plan_cases import Looks, Uneven
 from strategy_cases import Classifier, Setting, build, differences, numbers, samples
 
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands.plan import PlanRequest, make_cost_model, run_plan, strategy_settings
+from lightning_holmes.commands.plan_command import PlanRequest, make_cost_model, run_plan, strategy_settings
 from lightning_holmes.pipeline import device_speed
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost

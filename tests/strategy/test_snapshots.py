@@ -30,7 +30,7 @@ from lightning_holmes.checkpoint import Job
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshots import SnapshotFolder, jobs_on_host
+from lightning_holmes.checkpoint.snapshot_folder import SnapshotFolder, jobs_on_host
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
 

@@ -18,7 +18,7 @@ from lightning_holmes.commands import bench
 from lightning_holmes.commands.bench_predict import run_bed
 from lightning_holmes.commands.benchmark.bench_report import Report, Result
 from lightning_holmes.commands.benchmark.contenders import CASES, CONTENDERS, BenchmarkJob, hosts_of_blind_stages
-from lightning_holmes.commands.benchmark.prediction import PredictionBed, PredictionCase
+from lightning_holmes.commands.benchmark.prediction_beds import PredictionBed, PredictionCase
 from lightning_holmes.commands.benchmark.workload import Workload
 from lightning_holmes.errors import ConfigurationError
 

@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.benchmark.bench_report import show_seconds
-from lightning_holmes.commands.benchmark.prediction import PROGRESS
+from lightning_holmes.commands.benchmark.prediction_beds import PROGRESS
 from lightning_holmes.commands.benchmark.worker import StepClock, describe_schedule
 from lightning_holmes.commands.benchmark.workload import SharedBatches, Workload
 from lightning_holmes.models import GPT

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.file_space import reserve
 from lightning_holmes.errors import ConfigurationError, HolmesError
-from lightning_holmes.optim.node.memory import PAGE, Memory
+from lightning_holmes.optim.node.buffers import PAGE, Memory
 
 REQUEST_BYTES = 4 << 20
 NUM_REQUESTS = 8

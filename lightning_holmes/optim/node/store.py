@@ -24,9 +24,9 @@ from torch import Tensor
 
 from lightning_holmes.comm.freed_memory import free_at_once
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.optim.node.buffers import PAGE, Memory, Values, pages
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.disk import REQUEST_BYTES, SUFFIX, StateFile
-from lightning_holmes.optim.node.memory import PAGE, Memory, Values, pages
 from lightning_holmes.optim.node.unit import Unit
 
 _OTHER_BYTES = 96 << 20

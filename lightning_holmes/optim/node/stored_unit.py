@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
+from lightning_holmes.optim.node.buffers import Held, pages
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.disk import Transfer, add_from
-from lightning_holmes.optim.node.memory import Held, pages
 from lightning_holmes.optim.node.store import ALIGNED, Needs, StateStore
 from lightning_holmes.optim.node.unit import Edit, Unit
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT

@@ -53,7 +53,7 @@ class SearchResult:
         runners_up: from several layouts, where these are open.
         left_out: why candidates were not looked at or taken, and how many.
         memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
-        sharding_note: whether parameters live in shards, and why, where that was left to the search (sharding.py).
+        sharding_note: whether parameters live in shards, and why, where that was left to the search (shard_search.py).
         fits_no_optimizer: the best plan does not fit even with one that keeps nothing; it is by hand.
         unrefined: the best plan before single layers were moved.
         tried: all that were simulated of its layout and fit, as they compare with it.

@@ -9,7 +9,7 @@ from covering import selected
 from test_pipeline_plan import costs
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
-from lightning_holmes.commands.plan import PlanRequest, _space
+from lightning_holmes.commands.plan_command import PlanRequest, _space
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.pipeline_plan import plan_by_costs

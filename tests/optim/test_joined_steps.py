@@ -1,6 +1,6 @@
 """Values that come a step at a time: each step once, in order, also for those who take nothing."""
 
-from lightning_holmes.optim.lockstep import Lockstep
+from lightning_holmes.optim.joined_steps import JoinedSteps
 
 
 def test_a_step_runs_when_something_of_it_is_taken_and_the_rest_at_the_end() -> None:
@@ -10,7 +10,7 @@ def test_a_step_runs_when_something_of_it_is_taken_and_the_rest_at_the_end() -> 
         ran.append(number)
         return {name: {"exp_avg": number, "step": 7} for name in names}
 
-    states = Lockstep([lambda: step(0, "a", "b"), lambda: step(1), lambda: step(2, "c"), lambda: step(3, "d")])
+    states = JoinedSteps([lambda: step(0, "a", "b"), lambda: step(1), lambda: step(2, "c"), lambda: step(3, "d")])
     assert ran == []
     assert states.take("b", "exp_avg") == 0 and ran == [0]
     assert states.take("c", "exp_avg") == 2 and states.take("c", "step") == 7 and ran == [0, 1, 2]

@@ -1,9 +1,9 @@
-"""Lockstep: values that ranks bring together in steps, each step when one of its values is taken first.
+"""JoinedSteps: values that ranks bring together in steps, each step when one of its values is taken first.
 
 What is written one after the other need not be in memory together. The steps are collectives: every rank runs all of them in the
-same order, whatever it takes, and ends with :meth:`Lockstep.finish`.
+same order, whatever it takes, and ends with :meth:`JoinedSteps.finish`.
 
-    states = Lockstep([join_first, join_second])
+    states = JoinedSteps([join_first, join_second])
     states.take("a", "exp_avg")     # runs the first step; what else it brought waits for who takes it
     states.finish()                 # runs the second, for those who take from it
     more.follow(states)             # before the first step of more all of states' are run
@@ -18,15 +18,15 @@ Step = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Brings, of some names, those that this rank wants: their entries by key."""
 
 
-class Lockstep:
+class JoinedSteps:
     """All ranks make one, of the same steps."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = list(steps)
-        self._before: Lockstep | None = None
+        self._before: JoinedSteps | None = None
         self._found: dict[str, dict[str, Any]] = {}
 
-    def follow(self, before: "Lockstep | None") -> None:
+    def follow(self, before: "JoinedSteps | None") -> None:
         """Whoever takes from ``before`` does it before anything is taken here."""
         self._before = before
 
