@@ -34,6 +34,7 @@ from lightning_holmes.pipeline.structure import BEFORE
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
+_LOG_OPTIONS = _LOG_SIGNATURE.parameters.keys() - {"self", "name", "value"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,10 @@ class LogRecorder:
             position = self.num_layers
         if position not in self._mine:
             return
-        bound = _LOG_SIGNATURE.bind(self.module, name, value, *args, **kwargs)
-        arguments = {k: v for k, v in bound.arguments.items() if k not in ("self", "name", "value")}
+        arguments = kwargs
+        if args or not kwargs.keys() <= _LOG_OPTIONS:
+            arguments = _LOG_SIGNATURE.bind(self.module, name, value, *args, **kwargs).arguments
+            arguments = {k: v for k, v in arguments.items() if k in _LOG_OPTIONS}
         if isinstance(value, Mapping):
             raise ValueError(f"self.log({name!r}, {{...}}) was called with a mapping; use self.log_dict")
         if isinstance(value, Metric):

@@ -260,12 +260,9 @@ class StepDriver:
                 )
         return weights
 
-    def _state_signature(self) -> tuple[bool, int]:
+    def _state_signature(self) -> tuple[bool, bytes]:
         """What changes the activations' needs of gradients: mode and frozen parameters."""
-        flags = 0
-        for index, parameter in enumerate(self.module.parameters()):
-            flags |= parameter.requires_grad << index
-        return self.module.training, flags
+        return self.module.training, bytes([parameter.requires_grad for parameter in self.pipeline.parameters.values()])
 
     def _make_step(self, request: StepRequest, microbatches: list[Any]) -> Callable[[StageRun, int], Any]:
         step = getattr(self.module, request.step_name)
