@@ -401,8 +401,10 @@ def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
     """The mode that a fake tensor was made under; None for a real one."""
     if isinstance(tensor, FakeTensor):
         return tensor.fake_mode
+    if not isinstance(tensor, nn.Parameter):
+        return None
     with without_modes():  # a mode would make a fake tensor of a real parameter's data
-        found = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+        found = tensor.data
     return found.fake_mode if isinstance(found, FakeTensor) else None
 
 

@@ -124,13 +124,16 @@ def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tupl
 
 
 def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> tuple[float, float] | None:
-    """The loss over samples together and apart, where they differ."""
-    together, again = trial.loss(small, 1), trial.loss(small, 2)
-    if not torch.equal(together, again) or not bool(together.isfinite().all()):
-        return None
-    apart = weighted_mean([trial.loss(h, 1) for h in halves], weights)
-    gap = float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12))
-    return None if gap <= _TOLERANCE else (float(together), float(apart))
+    """The loss over samples together and apart, where they differ. Copies take longer than these steps: only where they differ on one copy,
+    on which a step may have changed what the next one sees, each step has a copy of its own."""
+    for loss in (functools.partial(trial.loss, copy=trial.copy()), trial.loss):
+        together, again = loss(small, 1), loss(small, 2)
+        judged = torch.equal(together, again) and bool(together.isfinite().all())
+        if judged:
+            apart = weighted_mean([loss(h, 1) for h in halves], weights)
+            if float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= _TOLERANCE:
+                return None
+    return (float(together), float(apart)) if judged else None
 
 
 def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
@@ -199,15 +202,15 @@ class _Trial:
     def has_buffers(self) -> bool:
         return next(self._module.buffers(), None) is not None
 
-    def loss(self, batch: Any, seed: int) -> Tensor:
-        return loss_of(self._run(self._copy(), batch, seed), self._step_name).double()
+    def loss(self, batch: Any, seed: int, copy: LightningModule | None = None) -> Tensor:
+        return loss_of(self._run(self.copy() if copy is None else copy, batch, seed), self._step_name).double()
 
     def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The buffers before and after a step over each of these in turn.
 
         They begin a little away from where they are, since what has settled there (a power iteration) would hardly move.
         """
-        copy = self._copy()
+        copy = self.copy()
         for buffer in copy.buffers():
             if buffer.is_floating_point() and buffer.is_contiguous():
                 push = torch.arange(buffer.numel(), dtype=buffer.dtype, device=buffer.device).cos().view_as(buffer)
@@ -230,14 +233,14 @@ class _Trial:
                 first, second, *_ = sequence.shape
                 found.setdefault(name, (second, first) if layer.batch_first else (first, second))
 
-        copy = self._copy()
+        copy = self.copy()
         for name, layer in copy.named_modules():
             if _knows_time(layer):
                 layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
         self._run(copy, batch, 1)
         return found
 
-    def _copy(self) -> LightningModule:
+    def copy(self) -> LightningModule:
         copy = shadow_copy(self._module)
         if self._step_name != "training_step":
             copy.eval()

@@ -38,6 +38,19 @@ class WeightedTokenMean(TokenMean):
         return (batch["y"] != 0).sum()
 
 
+class Warming(TokenMean):
+    """Its loss grows from step to step, so that steps on one copy differ."""
+
+    def __init__(self, *, over_tokens: bool) -> None:
+        super().__init__()
+        self.over_tokens, self.steps = over_tokens, 0
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.steps += 1
+        step = TokenMean.training_step if self.over_tokens else Classifier.training_step
+        return self.steps * step(self, batch)
+
+
 class Noisy(Classifier):
     def training_step(self, batch: Any) -> Tensor:
         return self.layers(batch["x"] + torch.randn_like(batch["x"])).square().mean()
@@ -77,6 +90,8 @@ def batch() -> dict[str, Tensor]:
         (TokenMean(), ["TokenMean", "microbatch_weight"]),
         (WeightedTokenMean(), None),
         (Noisy(), None),
+        (Warming(over_tokens=False), None),
+        (Warming(over_tokens=True), ["Warming", "microbatch_weight"]),
         (
             Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
             ["buffers", "layers.1.parametrizations"],
