@@ -5,7 +5,7 @@ for owner, hook in overridden_hooks(module, callbacks):       # (module, "on_aft
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,8 +67,8 @@ def steps_whose_state_is_read(
 
 
 def _knows_module(scheduler: Any) -> bool:
-    """Whether functions of a scheduler's do, as ``LambdaLR(optimizer, lambda step: self.pace)`` does: what it reads there cannot be
-    seen, and is to be that of the whole step."""
+    """Whether functions of a scheduler's do, as ``LambdaLR(optimizer, lambda step: self.pace)`` does, or methods of a class of the user's:
+    what they read there cannot be seen, and is to be that of the whole step."""
     found, waiting = {id(scheduler)}, [scheduler]
     while waiting:
         value = waiting.pop()
@@ -91,12 +91,27 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        names = {*value.__code__.co_names} & value.__globals__.keys()
+        names = _names_in(value.__code__) & value.__globals__.keys()
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # an empty one has none
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return [*cells, *defaults, *(value.__globals__[name] for name in names)]
-    is_plain = isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__")
-    return [] if is_plain else list(vars(value).values())
+    if isinstance(value, (type, ModuleType)):
+        return []
+    return [*getattr(value, "__dict__", {}).values(), *_users_functions(type(value))]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """What a function and those inside of it name."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _users_functions(kind: type) -> list[Any]:
+    """What the user's classes among the bases of ``kind`` define, also behind properties and decorators."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "lightning.", "builtins"))]
+    entries = [entry for base in own for entry in vars(base).values()]
+    functions = [getattr(entry, "fget", None) or getattr(entry, "__func__", entry) for entry in entries]
+    return [function for function in functions if isinstance(function, FunctionType)]
 
 
 def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Optimizer]) -> bool:

@@ -76,6 +76,36 @@ def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: A
     assert steps_whose_state_is_read(module, [], [chained]) == steps
 
 
+def _paced(module: Any) -> Any:
+    """A scheduler's class, in whose method the module is known as in any function."""
+
+    class Paced(torch.optim.lr_scheduler.LRScheduler):
+        @property
+        def pace(self) -> float:
+            return float(getattr(module, "pace", 1.0))
+
+        def get_lr(self) -> list[Any]:
+            return [rate * self.pace for rate in self.base_lrs]
+
+    return Paced
+
+
+class Steady(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[Any]:
+        return [FACTOR * rate for rate in self.base_lrs]
+
+
+class Global(Steady):
+    def get_lr(self) -> list[Any]:
+        return [rate * getattr(MODULE, "pace", 1.0) for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(Steady, False), (_paced(pl.LightningModule()), True), (Global, True)])
+def test_a_scheduler_of_the_users_class_that_knows_the_module_may_read_it(kind: Any, reads: bool) -> None:
+    scheduler = kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    assert steps_whose_state_is_read(pl.LightningModule(), [], [scheduler]) == ({"training_step"} if reads else set())
+
+
 def test_hooks_are_told_with_whose_they_are() -> None:
     module, clock = Transfers(), Clock()
     found = list(
