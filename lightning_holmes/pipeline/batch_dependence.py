@@ -9,6 +9,7 @@ mean of the losses of their halves, without dropout, on a copy of the module. So
     found.reason, found.is_cut_along_time                     # or None: nothing was found
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -124,16 +125,34 @@ def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tupl
 
 
 def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> tuple[float, float] | None:
-    """The loss over samples together and apart, where they differ. Copies take longer than these steps: only where they differ on one copy,
-    on which a step may have changed what the next one sees, each step has a copy of its own."""
-    for loss in (functools.partial(trial.loss, copy=trial.copy()), trial.loss):
-        together, again = loss(small, 1), loss(small, 2)
-        judged = torch.equal(together, again) and bool(together.isfinite().all())
-        if judged:
-            apart = weighted_mean([loss(h, 1) for h in halves], weights)
-            if float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= _TOLERANCE:
-                return None
-    return (float(together), float(apart)) if judged else None
+    """The loss over samples together and apart, where they differ.
+
+    A copy takes longer than such a step. So there are two at first, one for what is together and one for the halves in turn, as in a run with two
+    microbatches. Where the losses differ so, or one of these steps fails, what a step left behind may have played a part: then each has its own.
+    """
+    with contextlib.suppress(Exception):
+        of_whole, of_halves = trial.copy(), trial.copy()
+        found = _together_and_apart(
+            trial, small, halves, weights, lambda batch: of_whole if batch is small else of_halves
+        )
+        if found is not None and _agree(*found):
+            return None
+    found = _together_and_apart(trial, small, halves, weights, lambda _: trial.copy())
+    return None if found is None or _agree(*found) else (float(found[0]), float(found[1]))
+
+
+def _together_and_apart(
+    trial: "_Trial", small: Any, halves: list[Any], weights: list[float], copy_for: Callable[[Any], LightningModule]
+) -> tuple[Tensor, Tensor] | None:
+    """The losses; None where that over the same samples is another one each time, or not finite."""
+    together, again = (trial.loss(copy_for(small), small, seed) for seed in (1, 2))
+    if not torch.equal(together, again) or not bool(together.isfinite().all()):
+        return None
+    return together, weighted_mean([trial.loss(copy_for(half), half, 1) for half in halves], weights)
+
+
+def _agree(together: Tensor, apart: Tensor) -> bool:
+    return float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= _TOLERANCE
 
 
 def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
@@ -202,8 +221,8 @@ class _Trial:
     def has_buffers(self) -> bool:
         return next(self._module.buffers(), None) is not None
 
-    def loss(self, batch: Any, seed: int, copy: LightningModule | None = None) -> Tensor:
-        return loss_of(self._run(self.copy() if copy is None else copy, batch, seed), self._step_name).double()
+    def loss(self, copy: LightningModule, batch: Any, seed: int) -> Tensor:
+        return loss_of(self._run(copy, batch, seed), self._step_name).double()
 
     def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The buffers before and after a step over each of these in turn.

@@ -262,7 +262,7 @@ class StepDriver:
 
     def _state_signature(self) -> tuple[bool, bytes]:
         """What changes the activations' needs of gradients: mode and frozen parameters."""
-        return self.module.training, bytes([parameter.requires_grad for parameter in self.pipeline.parameters.values()])
+        return self.module.training, bytes([parameter.requires_grad for parameter in self.module.parameters()])
 
     def _make_step(self, request: StepRequest, microbatches: list[Any]) -> Callable[[StageRun, int], Any]:
         step = getattr(self.module, request.step_name)

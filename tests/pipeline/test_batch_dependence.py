@@ -51,6 +51,23 @@ class Warming(TokenMean):
         return self.steps * step(self, batch)
 
 
+class KeepsFirst(Classifier):
+    """Keeps something of the first batch that it sees: its scale, a mask of its size, or its first sample."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.kept = what, None
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        y = self.layers(x)
+        made = {"scale": y.detach().std(0), "mask": torch.ones(len(x), 1), "sample": x[0]}[self.what]
+        self.kept = made if self.kept is None else self.kept
+        if self.what == "sample":
+            return y.square().mean() * (1 if torch.equal(x[0], self.kept) else 2)
+        return (y * self.kept if self.what == "mask" else y / self.kept).square().mean()
+
+
 class Noisy(Classifier):
     def training_step(self, batch: Any) -> Tensor:
         return self.layers(batch["x"] + torch.randn_like(batch["x"])).square().mean()
@@ -90,6 +107,9 @@ def batch() -> dict[str, Tensor]:
         (TokenMean(), ["TokenMean", "microbatch_weight"]),
         (WeightedTokenMean(), None),
         (Noisy(), None),
+        (KeepsFirst("scale"), ["KeepsFirst", "microbatch_weight"]),
+        (KeepsFirst("mask"), None),
+        (KeepsFirst("sample"), None),
         (Warming(over_tokens=False), None),
         (Warming(over_tokens=True), ["Warming", "microbatch_weight"]),
         (

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.pipeline.replay import LogCall, merge_calls, positions_of
+from lightning_holmes.pipeline.replay import LogCall, LogRecorder, merge_calls, positions_of
+from lightning_holmes.pipeline.stage import StageRun
 
 
 def call(name: str, value: float, microbatch: int, position: int = 3, **arguments: Any) -> LogCall:
@@ -69,6 +71,20 @@ def test_an_unknown_reduction_is_refused_by_name() -> None:
     calls = [call("v", 1.0, 0, reduce_fx="median"), call("v", 2.0, 1, reduce_fx="median")]
     with pytest.raises(UnsupportedModuleError, match="median"):
         merge_calls(calls, [1, 1], [1.0, 1.0], "M")
+
+
+def test_options_are_recorded_as_log_names_them_however_they_are_given() -> None:
+    module = LightningModule()
+    recorder = LogRecorder(module, 1)
+    with recorder.recording():
+        recorder.enter(StageRun(stage=0, step_name="training_step", seed=None, position=0), 0, range(2))
+        module.log("by_name", torch.tensor(1.0), prog_bar=True, on_epoch=True)
+        module.log("by_place", torch.tensor(1.0), True, on_epoch=True)
+        module.log(name="all_by_name", value=torch.tensor(1.0), prog_bar=True, on_epoch=True)
+        with pytest.raises(TypeError, match="on_epochs"):
+            module.log("misspelt", torch.tensor(1.0), on_epochs=True)
+    assert [call.name for call in recorder.calls] == ["by_name", "by_place", "all_by_name"]
+    assert all(call.arguments == {"prog_bar": True, "on_epoch": True} for call in recorder.calls)
 
 
 def test_each_position_counts_on_one_stage() -> None:
