@@ -239,14 +239,14 @@ def _marked(tensor: Tensor, source: Source) -> Placeholder:
 
 
 @functools.cache
-def _depends_on_values(operator: Any) -> bool:
+def depends_on_values(operator: Any) -> bool:
     """Whether what Python sees of a result does: it is a number, or of a shape that values decide."""
     return operator_name(operator) in TO_PYTHON or any(tag in operator.tags for tag in SHAPED_BY_VALUES)
 
 
 def _judge(source: Source, func: Any, args: Any, kwargs: Any) -> None:
     """Stop an operation that makes a placeholder's value count."""
-    if _depends_on_values(func):
+    if depends_on_values(func):
         source.refuse_read()
     for value in written_arguments(func, args, kwargs):
         for tensor in _tensors(value):

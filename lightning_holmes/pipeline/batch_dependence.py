@@ -11,7 +11,8 @@ mean of the losses of their halves, without dropout, on a copy of the module. So
 
 import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -131,24 +132,23 @@ def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]
     microbatches. Where the losses differ so, or one of these steps fails, what a step left behind may have played a part: then each has its own.
     """
     with contextlib.suppress(Exception):
-        of_whole, of_halves = trial.copy(), trial.copy()
-        found = _together_and_apart(
-            trial, small, halves, weights, lambda batch: of_whole if batch is small else of_halves
-        )
+        shared = (copy for times in (2, len(halves)) for copy in itertools.repeat(trial.copy(), times))
+        found = _together_and_apart(trial, shared, small, halves, weights)
         if found is not None and _agree(*found):
             return None
-    found = _together_and_apart(trial, small, halves, weights, lambda _: trial.copy())
+    own = (trial.copy() for _ in range(2 + len(halves)))
+    found = _together_and_apart(trial, own, small, halves, weights)
     return None if found is None or _agree(*found) else (float(found[0]), float(found[1]))
 
 
 def _together_and_apart(
-    trial: "_Trial", small: Any, halves: list[Any], weights: list[float], copy_for: Callable[[Any], LightningModule]
+    trial: "_Trial", copies: Iterator[LightningModule], small: Any, halves: list[Any], weights: list[float]
 ) -> tuple[Tensor, Tensor] | None:
-    """The losses; None where that over the same samples is another one each time, or not finite."""
-    together, again = (trial.loss(copy_for(small), small, seed) for seed in (1, 2))
+    """The losses, each step on the next of ``copies``; None where that over the same samples is another one each time, or not finite."""
+    together, again = (trial.loss(next(copies), small, seed) for seed in (1, 2))
     if not torch.equal(together, again) or not bool(together.isfinite().all()):
         return None
-    return together, weighted_mean([trial.loss(copy_for(half), half, 1) for half in halves], weights)
+    return together, weighted_mean([trial.loss(next(copies), half, 1) for half in halves], weights)
 
 
 def _agree(together: Tensor, apart: Tensor) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, SHAPED_BY_VALUES, TO_PYTHON, VALUE_FREE
+from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, TO_PYTHON, VALUE_FREE, depends_on_values
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
@@ -100,11 +100,10 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         if name in VALUE_FREE:
             taint = 0
+        if depends_on_values(func):
+            _read_by_python(tracer, taint)
         if name in TO_PYTHON:
-            _read_by_python(tracer, taint)
             return output
-        if any(tag in func.tags for tag in SHAPED_BY_VALUES):
-            _read_by_python(tracer, taint)
         results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
         fresh = [t for t in results if tracer.key(t) not in keys]
         if written or fresh or not results:

@@ -36,12 +36,12 @@ BATCH_HOOKS = {
     "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
 }
 """Called with each batch of a step."""
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
 
 
 def users_callbacks(callbacks: Iterable["pl.Callback"]) -> list["pl.Callback"]:
     """The callbacks whose hooks the user has written."""
-    libraries = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
-    return [c for c in callbacks if isinstance(c, LambdaCallback) or not type(c).__module__.startswith(libraries)]
+    return [c for c in callbacks if isinstance(c, LambdaCallback) or not type(c).__module__.startswith(_LIBRARIES)]
 
 
 def overridden_hooks(
@@ -108,7 +108,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 def _users_functions(kind: type) -> list[Any]:
     """What the user's classes among the bases of ``kind`` define, also behind properties and decorators."""
-    own = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "lightning.", "builtins"))]
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((*_LIBRARIES, "torch.", "builtins"))]
     entries = [entry for base in own for entry in vars(base).values()]
     functions = [getattr(entry, "fget", None) or getattr(entry, "__func__", entry) for entry in entries]
     return [function for function in functions if isinstance(function, FunctionType)]

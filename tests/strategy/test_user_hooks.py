@@ -64,14 +64,11 @@ def _kept_in(module: Any) -> Any:
 def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: Any, reads: bool) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    module, nothing = pl.LightningModule(), frozenset[str]()
-    assert steps_whose_state_is_read(module, [], [constant]) == nothing
+    module, steps = pl.LightningModule(), {"training_step"} if reads else set()
+    assert steps_whose_state_is_read(module, [], [constant]) == set()
     with mock.patch.object(torch.optim.lr_scheduler.LambdaLR, "step"):  # there is no pace to be read
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
-    chained, steps = (
-        torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler]),
-        {"training_step"} if reads else nothing,
-    )
+    chained = torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler])
     assert steps_whose_state_is_read(module, [], [scheduler]) == steps
     assert steps_whose_state_is_read(module, [], [chained]) == steps
 
