@@ -232,6 +232,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     attempt = options.get("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if options.get("grows"):  # torchrun does not count a start for the sake of more hosts
         attempt = str(len(list(folder.glob(f"losses.{os.environ['RANK']}.*"))))
+        if os.environ["WORLD_SIZE"] == "1" and attempt == "2":  # torchrun heard too little of the host that is back
+            signal.pause()  # until it hears of it again, and ends this process
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()

@@ -30,8 +30,9 @@ pytestmark = [
     pytest.mark.xdist_group("testbed_faults"),
     pytest.mark.timeout(280),
 ]
-PATIENCE = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""Of torchrun: for how long the first host waits for the second, which may start that much later where other tests run."""
+PATIENCE = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
+"""Of torchrun: for how long the first host waits for the second, which may start that much later where other tests run, and for how long
+one may be silent until it is lost."""
 GROWING = ("num_nodes", "grows", "every")
 NODES = ("optimizer_nodes", "optimizer_states", "gradient_sync", "eager")
 MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", *NODES)
