@@ -24,8 +24,8 @@ class UnsupportedModuleError(HolmesError, TypeError):
 
 
 class AbsentValueError(HolmesError, RuntimeError):
-    """A step reads or changes a value that is elsewhere at that moment, which the step of the first batch did not. No TypeError, of which
-    Python's operators make one of their own."""
+    """A step reads or changes a value that this rank does not hold at that moment, and which the first batch, on which the step was traced,
+    did not read there. No TypeError, of which Python's operators make one of their own."""
 
 
 class RemoteError(HolmesError, RuntimeError):

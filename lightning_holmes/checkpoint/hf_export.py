@@ -79,7 +79,9 @@ def write_safetensors(path: Path, items: dict[str, Item], read: Callable[[Item],
     for name, item in items.items():
         assert item.dtype is not None
         if item.dtype not in _DTYPES:
-            raise CheckpointError(f"{name} is of type {item.dtype}, which safetensors does not have")
+            raise CheckpointError(
+                f"{name} is of type {item.dtype}, which safetensors does not have; convert it with --format file"
+            )
         places = [position, position + item.num_bytes]
         header[name] = {"dtype": _DTYPES[item.dtype], "shape": list(item.shape), "data_offsets": places}
         position += item.num_bytes

@@ -183,7 +183,9 @@ class CheckpointManager:
         """
         self.finish(failed=True, alone=job.size == 1)
         if job.tensor_size > 1:
-            raise CheckpointError("ranks that share layers by tensor parallelism hold parts only, and may not answer")
+            raise CheckpointError(
+                f"tensor_parallel_size={job.tensor_size}: after a failure the ranks of a tensor group cannot be asked for their parts"
+            )
         target = _local(os.fspath(path))
         token = f"failure-{checkpoint['global_step']}"
         meeting = Meeting(_client(job, _TOGETHER), job.rank, job.size, f"{token}-{target}", _TOGETHER)

@@ -92,7 +92,7 @@ class Meeting:
         self._ask(lambda: self._store.set(key, data), "the others")
 
     def _delete(self, key: str) -> None:
-        self._ask(lambda: self._store.delete_key(key), "the others")
+        self._ask(lambda: self._store.delete_key(key), "the other ranks")
 
     def _take(self, key: str, rank: int) -> bytes:
         end = time.monotonic() + self._timeout.total_seconds()

@@ -59,7 +59,8 @@ def records_of(path: Path, mapped: Any) -> dict[int, StorageRecord]:
     starts = {address - record.offset for address, record in zip(addresses, records, strict=False)}
     if sizes != [record.num_bytes for record in records] or len(starts) > 1:
         raise CheckpointError(
-            f"{path} cannot be read a tensor at a time: it was not written by torch.save of this kind"
+            f"{path} cannot be converted: its tensors do not lie in it as torch {torch.__version__} writes them. Write it anew by "
+            f"torch.save(torch.load(PATH, map_location='cpu'), NEW)"
         )
     return dict(zip(addresses, records, strict=True))
 

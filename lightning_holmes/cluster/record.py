@@ -82,8 +82,8 @@ def check_unique(names: Sequence[tuple[Place, Hashable]], what: str) -> None:
     repeated = [name for name, count in Counter(name for _, name in names).items() if count > 1]
     if repeated:
         first, second, *_ = (place for place, name in names if name == repeated[0])
-        listed = ", ".join(map(str, repeated))
-        raise PlacedError(f"{what}: every name may stand once, but repeated: {listed}", second, first)
+        listed = ", ".join(" - ".join(sorted(n)) if isinstance(n, frozenset) else str(n) for n in repeated)
+        raise PlacedError(f"{what}: each may be given once; repeated: {listed}", second, first)
 
 
 def _check_text(text: str) -> str:

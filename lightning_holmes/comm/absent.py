@@ -162,8 +162,8 @@ class Source:
     def refuse_read(self) -> NoReturn:
         """Stop who reads what is not here."""
         raise AbsentValueError(
-            f"{self.what} is read where it was not when the step was learnt from its first batch, and is not kept until then; let "
-            f"the first batch read it there, too (times 0, if need be), or use {self.cure}"
+            f"{self.what} is read where it was not when the step was traced on its first batch, so this rank does not have it there: let the "
+            f"first batch read it there, too (times 0, if need be), or use {self.cure}"
         )
 
     def refuse_change(self) -> NoReturn:

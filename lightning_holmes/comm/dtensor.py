@@ -124,4 +124,7 @@ def check_axes(named: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> 
                 f"HolmesStrategy"
             )
         if any(placement.is_partial() for placement in tensor.placements):
-            raise ConfigurationError(f"{name} is a parameter that is a sum over its ranks; shard or replicate it")
+            raise ConfigurationError(
+                f"{name} is a DTensor with the placements {list(tensor.placements)}: a parameter cannot be Partial; give it Shard or Replicate in "
+                f"parallelize_module"
+            )

@@ -67,7 +67,7 @@ def describe_loss(where: str, error: BaseException) -> str:
     """The message for a connection that was lost ``where``."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "imed out" in said:
-        cause = "nothing came within the timeout (HolmesStrategy(timeout=...)): it hangs, is later than that, or the network is cut"
+        cause = "nothing came within the timeout (HolmesStrategy(timeout=...)): another rank hangs or needs longer, or the network is cut"
     else:
-        cause = "that process has ended, or the network between them was cut"
+        cause = "the process of another rank has ended, or the network between the hosts was cut"
     return f"connection lost {where}: {cause}. The library says: {said}. The run can go on from its last checkpoint"

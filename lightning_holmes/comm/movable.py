@@ -191,7 +191,7 @@ class MovableGroup(ForwardingGroup):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         raise UnsupportedModuleError(
-            f"a receive from any rank in the group {self.group_desc}, whose connections may be made anew: name the rank"
+            f"a receive from any rank in the group {self.group_desc}: with repeat_transfers=True torch.distributed.recv must name the rank, src"
         )
 
     def shutdown(self) -> None:

@@ -107,7 +107,9 @@ def _problem(cls: type) -> str:
 def _class(module: str, name: str) -> type:
     found = _find(module, name)
     if not isinstance(found, type):
-        raise RemoteError(f"another rank has sent an object of {module}.{name}, which has not been imported here")
+        raise RemoteError(
+            f"another rank has sent an object of {module}.{name}, but this one has not imported {module}: import it on every rank"
+        )
     return found
 
 

@@ -93,9 +93,9 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
     end = time.monotonic() + timeout_s
     if rank == 0:
         others = [f"holmes/meeting/{own}/{other}" for other in range(1, size)]
-        while not all(store.check([key]) for key in others):
+        while missing := [str(other) for other, key in enumerate(others, start=1) if not store.check([key])]:
             store.set(_PROPOSED, own)
-            _wait_until(end, "not all ranks have come to the job's store")
+            _wait_until(end, f"not all ranks have come to the job's store: rank {', '.join(missing[:8])} did not,")
         store.set(f"holmes/meeting/{own}/all", " ".join(store.get(key).decode() for key in others))
         return own
     while True:
@@ -107,7 +107,7 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
                     return str(proposed)
             else:
                 store.set(answer, own)
-        _wait_until(end, "rank 0 has not come to the job's store, or not all others have")
+        _wait_until(end, "rank 0 has not come to the job's store, or not all others have (then rank 0 names them),")
 
 
 def _wait_until(end: float, what: str) -> None:

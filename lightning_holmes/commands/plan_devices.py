@@ -60,9 +60,9 @@ def precision_of(trainer: Mapping[str, Any]) -> str:
         where, name = f"trainer.plugins={found[0]}", found[1]
     if name not in KINDS:
         raise ConfigurationError(
-            f"{where}: how fast and how large a step is in it is not known, as its products run in other types than its tensors'; plan with "
-            "--trainer.plugins=null --trainer.precision=bf16-true, say, and with the speed that layers reach, "
-            '--device_type "speed=900e12,memory=80e9"'
+            f"{where}: the speed and the memory of a step in this precision are not known, since its matrix products run in another dtype than "
+            "its tensors have. Plan with one that is known, such as --trainer.plugins=null --trainer.precision=bf16-true, and give the speed "
+            'that its layers reach: --device_type "speed=900e12,memory=80e9"'
         )
     return name
 

@@ -74,7 +74,9 @@ class SavedDataset(CountedDataModule):
         found = _load(self.path)
         if isinstance(found, Mapping):
             if "train" not in found:
-                raise ConfigurationError(f"path={self.path!r} has the splits {', '.join(found)}, but no split 'train'.")
+                raise ConfigurationError(
+                    f"path={self.path!r} has the splits {', '.join(found)}, but no split 'train': save one, or give the folder of one split."
+                )
             train, val = found["train"], next((found[name] for name in _VALIDATION if name in found), None)
             test = found.get("test", val)
         else:

@@ -168,7 +168,9 @@ def run_tokenize(job: TokenizeJob, advance: Callable[[int], None] = lambda num_b
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigurationError(f"OUT={str(job.output)!r} is being written by another run ({part}).") from error
+            raise ConfigurationError(
+                f"OUT={str(job.output)!r} is being written by another run ({part}): wait for it, or give another OUT."
+            ) from error
         place = _read_journal(job, journal, part)
         output.truncate(place.tokens * itemsize)
         advance(_bytes_until(job, place))

@@ -134,7 +134,7 @@ class WindowDataModule(CountedDataModule):
         loader = self.val_dataloader()
         if isinstance(loader, list):
             raise ConfigurationError(
-                f"val_fraction={self.val_fraction} keeps nothing of {self.describe_source()} to test or predict on: give more."
+                f"val_fraction={self.val_fraction} keeps nothing of {self.describe_source()} to test or predict on: give a larger val_fraction."
             )
         return loader
 

@@ -38,7 +38,9 @@ class PretrainedFolder:
             with safe_open(self.folder / _SINGLE, framework="pt") as opened:
                 self.files = dict.fromkeys(opened.keys(), _SINGLE)
         else:
-            raise ConfigurationError(f"pretrained={folder!r} has no safetensors files, so it cannot be read in parts")
+            raise ConfigurationError(
+                f"pretrained={folder!r} has no safetensors files, so it cannot be read in parts: save the model again by save_pretrained"
+            )
 
     def match(self, model: Any) -> dict[str, str]:
         """For each parameter and saved buffer of a Hugging Face `model`, its name in the files.
@@ -48,7 +50,9 @@ class PretrainedFolder:
                 them on loading; or the model is quantised.
         """
         if getattr(model.config, "quantization_config", None) is not None:
-            raise ConfigurationError(f"the weights in {self.folder} are quantised")
+            raise ConfigurationError(
+                f"pretrained={str(self.folder)!r}: its weights are quantised, and cannot be read in parts"
+            )
         prefix = f"{model.base_model_prefix}."
         aliases: dict[int, list[str]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -66,8 +70,8 @@ class PretrainedFolder:
         further = [n for n in self.files if n not in used and not any(p.search(n) for p in ignored)]
         if missing or further:
             raise ConfigurationError(
-                f"the files in {self.folder} lack {missing[:_SHOWN]} and have {further[:_SHOWN]}, which the model does not "
-                "name so"
+                f"pretrained={str(self.folder)!r}: its files lack {missing[:_SHOWN]} and have {further[:_SHOWN]}, which are no names of the "
+                "model's: load the folder with transformers, and save it again by save_pretrained"
             )
         return found
 

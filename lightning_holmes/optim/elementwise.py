@@ -148,16 +148,19 @@ def _test_group(
             why = f"{name} cannot step a tensor of shape {shape} by itself ({type(error).__name__}: {error})"
             return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
         if torch.allclose(whole.value, start, rtol=1e-4, atol=0.0):
-            why = f"{name} did not move a test tensor, so that it cannot be tested"
+            why = f"{name} did not change a parameter in a trial step, so that it cannot be tested"
             return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
         keys |= {k for k, v in whole.state.items() if isinstance(v, Tensor) and v.shape == whole.value.shape}
         held = sum(v.numel() * v.element_size() for v in whole.state.values() if isinstance(v, Tensor))
         num_bytes = max(num_bytes, held / start.numel())
         difference = _differs_by_elements(optimizer, group, start, steps, whole)
         if difference and level == "elements":
-            level, reason = "parameters", f"{name} treats a tensor otherwise than its parts ({difference})"
+            level, reason = (
+                "parameters",
+                f"what {name} makes of an element depends on the rest of its parameter ({difference})",
+            )
         if (difference or level == "elements") and _differs_by_parameters(optimizer, group, start, steps, whole):
-            why = f"{name} treats a tensor otherwise when it stands beside another one"
+            why = f"what {name} makes of a parameter depends on the other parameters of its group"
             return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
     return _GroupResult(level=level, reason=reason, element_keys=keys, state_bytes=num_bytes)
 

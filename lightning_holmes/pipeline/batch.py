@@ -258,4 +258,4 @@ def _slice(value: Any, start: int, stop: int, size: int, per_sample: bool, depth
         return value[start:stop]
     if isinstance(value, CONSTANTS):
         return value
-    raise UnsupportedModuleError(f"cannot deal {path}, a {type(value).__name__}, to microbatches; {_CURE}")
+    raise UnsupportedModuleError(f"cannot split {path}, a {type(value).__name__}, into microbatches; {_CURE}")

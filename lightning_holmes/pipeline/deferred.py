@@ -203,7 +203,8 @@ class DeferredModule:
                 value = given.pop(name)
                 if value.shape != tensor.shape:
                     raise UnsupportedModuleError(
-                        f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}"
+                        f"{name} has shape {tuple(tensor.shape)}, but the weights given for it {tuple(value.shape)}: build the module with the sizes "
+                        f"of the checkpoint, or of what read_weights reads"
                     )
                 real = dtensor.local_part(dtensor.share_of(value, tensor)).to(self._place(tensor), tensor.dtype)
             elif self._is_written(tensor):

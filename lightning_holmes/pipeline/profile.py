@@ -130,7 +130,7 @@ def time_in_turn(
     """
     if any(fake_mode_of(parameter) is not None for parameter in module.parameters()):
         raise UnsupportedModuleError(
-            f'{type(module).__name__} has no real weights, so profile="measure" cannot time it'
+            f'{type(module).__name__} has no real weights, so profile="measure" cannot time it; use profile="flops"'
         )
     several = list(arguments.values())
     noted = _with_layers(

@@ -288,9 +288,9 @@ class _Batch:
             self.runner._known_specs[key] = specs
         elif known != specs:
             raise UnsupportedModuleError(
-                f"stage {action.stage} hands on {_describe(specs)} for a batch whose like gave {_describe(known)} before: "
-                f"activations whose shape depends on the values of a batch, or that begin to need gradients for "
-                f"reasons other than requires_grad of parameters, cannot be pipelined"
+                f"stage {action.stage} sends {_describe(specs)} to the next stage, but {_describe(known)} for an earlier batch of the same "
+                f"shapes: in a pipeline these may depend on the shapes of a batch and on requires_grad of parameters only. Pad to one "
+                f"length, or use pipeline_parallel_size=1"
             )
         self.runner.p2p.send(destination, run.payload)
         if not self.request.trains:

@@ -123,7 +123,7 @@ class StepRecorder:
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise UnsupportedModuleError(
-                f"{type(self.shadow).__name__}.training_step returned no loss with a gradient on the profiled microbatch"
+                f"{type(self.shadow).__name__}.training_step returned no loss that requires a gradient on the profiled microbatch"
             )
         self.recomputes = True
         began = self.clock(), self.counts()

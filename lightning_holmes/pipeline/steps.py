@@ -243,7 +243,9 @@ class StepDriver:
         if count > 1 and callable(own):
             parts = list(own(batch, count))
             if len(parts) != count:
-                raise ConfigurationError(f"split_batch returned {len(parts)} parts of a batch, not {count}")
+                raise ConfigurationError(
+                    f"{type(self.module).__name__}.split_batch returned {len(parts)} parts of a batch, not {count}"
+                )
             return parts
         return self.splitter.split(batch, count)
 

@@ -166,7 +166,7 @@ class ModuleStructure:
         """The structure for a module that runs both traced steps: everything that either needs."""
         if self.layers != other.layers:
             raise UnsupportedModuleError(
-                f"one step runs through {self.layers}, another through {other.layers}: name the list to split by layers="
+                f"one step runs through {self.layers}, another through {other.layers}: name the list to split, such as layers={self.layers!r}"
             )
         readers = {n: self.readers.get(n, frozenset()) | other.readers.get(n, frozenset()) for n in self.readers}
         writers = dict(other.buffer_writers)

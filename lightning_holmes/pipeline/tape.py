@@ -126,7 +126,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
         if any(not is_fake(t) for t in written):
             raise UnsupportedModuleError(
-                f"{operator_name(func)} writes values that are not there yet into a real tensor"
+                f"{operator_name(func)} writes a tensor that configure_model has built without memory into a real tensor, made before: make both "
+                f"in configure_model, or build the module in __init__"
             )
         output = func(*args, **kwargs)
         forget_conversions(self.mode)
@@ -225,7 +226,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         storage = memory.get(self.key(tensor))
         if storage is None:
-            raise UnsupportedModuleError(f"a tensor of shape {tuple(tensor.shape)} has come from nowhere")
+            raise UnsupportedModuleError(
+                f"{self.names.get(self.key(tensor), 'a tensor')} of shape {tuple(tensor.shape)}, {tensor.dtype}, has no memory, and was not made "
+                f"in configure_model, so its value cannot be computed: make it there with torch's operators, or build the module in __init__"
+            )
         empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -425,8 +425,8 @@ class Tracer:
         for name, written in self.parameter_writes.items():
             if len(written | readers[name]) > 1:
                 raise UnsupportedModuleError(
-                    f"layer {min(written)} of {self.layers} changes the parameter {name} in place, which is also read "
-                    f"elsewhere: only one place may do both under a pipeline"
+                    f"layer {min(written)} of {self.layers} changes the parameter {name} in place, which is also read elsewhere: in a pipeline only "
+                    f"one layer may do both; make it a buffer, change it between batches, or use pipeline_parallel_size=1"
                 )
         bypasses = []
         live: set[tuple[int, int]] = set()

@@ -155,8 +155,11 @@ class Plan:
         """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
         file = YamlText(text, source=source).read(_PlanFile)
         given = {entry.name: getattr(file, entry.name) for entry in fields(file)}
-        placement = Placement(file.placement, file.tensor_parallel_size)
-        return cls(**{**given, "partition": Partition(file.partition), "placement": placement})
+        try:
+            placement = Placement(file.placement, file.tensor_parallel_size)
+            return cls(**{**given, "partition": Partition(file.partition), "placement": placement})
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{source}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""

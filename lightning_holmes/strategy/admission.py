@@ -67,9 +67,9 @@ def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", t
     drops = [n for n, m in module.named_modules() if is_dropout(m) and getattr(m, "p", 0) > 0]
     if drops and tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
         rank_zero_warn(
-            f"{name}: dropout ({drops[0]}) is that of one process where its input is whole on each rank. Where a rank has a "
-            f"part (between a column-wise and a row-wise layer, or under sequence parallelism) each part gets the mask of "
-            f"the first: right on average, but not the numbers of one process"
+            f"{name}: all ranks of a tensor group draw the same dropout mask ({drops[0]}). That gives the numbers of one process where each "
+            f"rank has the whole input; where it has a part (between ColwiseParallel and RowwiseParallel, or under SequenceParallel) all "
+            f"parts get one mask: right on average, but not these numbers"
         )
 
 

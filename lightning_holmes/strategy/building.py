@@ -22,8 +22,8 @@ _HELD = "_holmes_held_parameters"  # on a module built without memory, after a r
 _UNFILLED = "_holmes_unfilled"  # on one whose run came to no batch: its DeferredModule
 
 WAITS = (
-    "configure_model built it without memory, and which values a rank shall hold is known from the first batch on: do it "
-    "in on_before_zero_grad of that batch or later, or build the module in __init__"
+    "configure_model built the module without memory, and a rank gets the values of its parameters with the first batch: read or "
+    "save them in on_before_zero_grad of that batch or later, or build the module in __init__"
 )
 """Why a parameter has no values yet, and what to do."""
 

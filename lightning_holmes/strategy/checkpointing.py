@@ -260,7 +260,7 @@ class RunCheckpoints:
         failed, member = self._has_failed_beside_others, self.job.membership
         is_sharded = self.fit is not None and self.fit.shards is not None
         if failed and (not self._writes_folders or is_sharded):
-            warnings.warn(f"{path} is not saved: a rank has failed, and each holds only its part")
+            warnings.warn(f"{path} is not saved: a rank has failed, and each rank holds only its part of the module")
             return
         if failed and self.job.connection.told:  # that rank does not come, and may take the job's store with it
             warnings.warn(f"{path} is not saved: {self.job.connection.told}")
@@ -357,7 +357,8 @@ class RunCheckpoints:
         missing = [name for name, _ in self.module.named_parameters() if name not in values]
         if missing:
             raise CheckpointDamagedError(
-                f"the optimizer nodes have kept no {missing[0]} of {type(self.module).__name__}"
+                f"the optimizer nodes have kept no value of {missing[0]} of {type(self.module).__name__}, from which this job was to go on: was "
+                f"the module changed, or a node started anew? The next start takes what was saved before"
             )
         loaded["state_dict"].update(values)
 

@@ -281,7 +281,8 @@ class Fit(Run):
         keep = snapshots is not None and nodes.outlive and not looked_at
         if snapshots is not None and snapshots.adopted and not keep:
             raise CheckpointDamagedError(
-                "a callback, or the module, has on_save_checkpoint now, and the run goes on from a snapshot without parameters"
+                "the module, or a callback, now has on_save_checkpoint or averages weights, but this job goes on from a snapshot whose parameters "
+                "only the optimizer nodes have kept: leave it out to go on from that snapshot; the next start takes what was saved before it"
             )
         return make_remote_gradients(
             self.pipeline,

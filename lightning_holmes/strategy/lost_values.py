@@ -19,7 +19,7 @@ def note_lost(module: LightningModule, held: str) -> None:
     """The run has failed while ``held``, in words."""
     _lost.add(module)
     rank_zero_warn(
-        f"the run has failed while {held}: in this process they are NaN now, where plain Lightning would leave their values. {_CURE}"
+        f"the run has failed while {held}: parameters that this process did not hold are NaN now, where plain Lightning would keep their values. {_CURE}"
     )
 
 
@@ -31,6 +31,6 @@ def refuse_lost(module: LightningModule) -> None:
     """
     if module in _lost:
         raise UnsupportedModuleError(
-            f"parameters of {type(module).__name__} have been NaN since a run before has failed, which held a part of them in each process. "
+            f"parameters of {type(module).__name__} have been NaN since a run before has failed, in which each process held a part of them. "
             f"{_CURE}, with a new module, in new processes"
         )

@@ -11,6 +11,7 @@ optimizer-node` with the same secret; and tells the other ranks where they are.
 import itertools
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import threading
@@ -306,18 +307,22 @@ class _Registry:
             while len(self._nodes) < self._count:
                 ended = [p for p in self._processes if p.poll() is not None]
                 if ended or time.monotonic() > end:
-                    come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {self._listener.address}"
+                    address = ":".join(map(str, self._listener.address))
+                    come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {address}"
                     why = (
-                        f"{ended[0].args!r} ended with code {ended[0].returncode}"
+                        f"{shlex.join(map(str, ended[0].args))} ended with code {ended[0].returncode}; what it has printed says why"
                         if ended
-                        else f"within {self._wait_s:.0f} s"
+                        else f"within {self._wait_s:.0f} s; start the others by lightning-holmes optimizer-node, with this job's {SECRET}"
                     )
                     self.end(f"{come}: {why}")
                     raise HolmesError(f"{come}: {why}")
                 self._changed.wait(0.2)
         self._check_versions()
         if sorted(self._nodes) != list(range(self._count)):
-            raise ConfigurationError(f"optimizer_nodes={self._count}, but {len(self._nodes)} have come; start so many")
+            raise ConfigurationError(
+                f"optimizer_nodes={self._count}, but {len(self._nodes)} nodes have come: start {self._count}, or set "
+                f"optimizer_nodes={len(self._nodes)}"
+            )
         return [told for _, (_, told) in sorted(self._nodes.items())]
 
     def listen(self, number: int, hosts: Sequence[str]) -> dict[str, Address]:

@@ -92,7 +92,7 @@ class HolmesStrategy(ParallelStrategy):
         pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
         tensor_parallel_size: ranks of a host that share each layer among them. The module shares its layers out in
             ``configure_model``, by torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
-        num_microbatches: into how many parts each training batch of a replica is assigned; "auto" is the number with the
+        num_microbatches: into how many parts each training batch of a replica is split; "auto" is the number with the
             fastest predicted step, and 1 without a pipeline.
         eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
@@ -107,9 +107,9 @@ class HolmesStrategy(ParallelStrategy):
         partition: "self_adapting": layers are assigned so that the slowest stage is as fast as it can be, by the costs of the
             layers, with what runs before and after them, and the speeds of the hosts, and moved where that makes the
             simulated step faster; "proportional": in proportion to
-            these speeds; "uniform": by count; or the number of layers of each stage.
-        plan: a plan file of another run (its plan.yaml), or its checkpoint, which decides all of these, and is refused where
-            it was made for other clusters or another module.
+            these speeds; "uniform": by count; or a list, the number of layers of each stage.
+        plan: a plan file of another run (its plan.yaml), or its checkpoint, which decides the sizes, the schedule, the chunks and the layers
+            of each stage, and is refused where it was made for other clusters or another module.
         profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
             on several hosts without GPUs, and counts elsewhere. What was found is kept for a day; "measure" and "flops" find it anew.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
@@ -125,8 +125,8 @@ class HolmesStrategy(ParallelStrategy):
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
             "auto" measures which is the fastest for each group (see docs/gradient-sync.md). With optimizer nodes: "star", each worker
             sends its own, or "aggregator", one for each cluster sends their sum, where the node is in another one.
-        bucket_bytes: of gradients that are summed together while the backward goes on; "auto" measures the link.
-        grad_dtype: in which gradients gather: "fp32", "bf16", or None for the parameters' own type. Double precision
+        bucket_bytes: bytes of gradients that one collective sums while the backward goes on; "auto": by a measurement of the link.
+        grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own type. Double precision
             stays.
         compression: of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
             columns; not exact.
@@ -149,7 +149,7 @@ class HolmesStrategy(ParallelStrategy):
         monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
-        timeout: of collectives and transfers.
+        timeout: how long ranks wait for each other in collectives and transfers.
         port_range: the first and the last port that a firewall between hosts leaves open. What this package listens on
             keeps to it; gloo and NCCL take ports of the kernel's range, which must then lie within.
 
@@ -285,7 +285,9 @@ class HolmesStrategy(ParallelStrategy):
         """
         mesh = self._joined.device_mesh
         if mesh is None:
-            raise HolmesError("the device mesh is made when the trainer sets up several processes, and this is one")
+            raise HolmesError(
+                "strategy.device_mesh: this job has one process and no mesh; read it where trainer.world_size > 1"
+            )
         return mesh
 
     @property
@@ -302,14 +304,16 @@ class HolmesStrategy(ParallelStrategy):
     def _joined(self) -> Job:
         if self._job is None:
             raise HolmesError(
-                "a process joins its job when the trainer sets the strategy's environment up; ask for it later"
+                "this process has not joined its job yet: the trainer sets it up in fit, validate, test or predict; ask in setup() or a later hook"
             )
         return self._job
 
     @property
     def _latest_run(self) -> Run:
         if self._run is None:
-            raise HolmesError("there has been no run yet; ask for it in a hook or later")
+            raise HolmesError(
+                "no run has begun: the steps of HolmesStrategy are called by trainer.fit, validate, test or predict"
+            )
         return self._run
 
     @property
@@ -322,7 +326,9 @@ class HolmesStrategy(ParallelStrategy):
     def plan(self) -> Plan:
         """What runs where; known from the first training batch on, or the first batch of an evaluation."""
         if self._run is None or self._run.planned is None:
-            raise HolmesError("the plan is made when the first batch comes; ask for it in a hook after that")
+            raise HolmesError(
+                "strategy.plan: the plan is made when the first batch comes; read it in a hook after that"
+            )
         return self._run.plan
 
     @property
@@ -402,7 +408,7 @@ class HolmesStrategy(ParallelStrategy):
         if started != asked:
             raise ConfigurationError(
                 f"{type(self.cluster_environment).__name__} says that {started} processes were started, but Trainer(num_nodes="
-                f"{self.num_nodes}, devices={self.num_processes}) counts {asked}: give the hosts and the processes of each"
+                f"{self.num_nodes}, devices={self.num_processes}) counts {asked}: set num_nodes and devices to what was started, or start {asked}"
             )
 
     def _agree_on_checkpoint(self, find: Callable[[], Any]) -> Any:

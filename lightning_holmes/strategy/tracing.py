@@ -99,8 +99,8 @@ def _trace(
     alone = pipeline_parallel_size == 1
     if not (samples or alone):
         raise ConfigurationError(
-            f"the data loaders give no batches (a data set without samples, or a limit of 0): {pipeline_parallel_size} stages "
-            f"need one to learn {type(module).__name__} from; use pipeline_parallel_size=1"
+            f"the data loaders give no batches (an empty data set, or limit_train_batches=0 and the like): {pipeline_parallel_size} stages need "
+            f"one to trace {type(module).__name__} on; let a loader give one, or use pipeline_parallel_size=1"
         )
     may_run_whole = alone and options.layers == "auto" and isinstance(options.partition, str)
     may_run_whole &= not options.is_layered or options.num_chunks in ("auto", 1)

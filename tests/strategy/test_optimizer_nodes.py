@@ -416,7 +416,7 @@ def test_a_node_outlives_workers_that_are_started_again(
     assert code == 0 and re.search(f"goes on from the snapshot of step {step}", said), said + served
     assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
     assert node_code == 0 and served.count(f"AdamW, for {1 if nodes == 2 else 2} worker") == 2 * nodes, served
-    assert served.count("waiting for it to be started again") == nodes
+    assert served.count("at most for the job to be started again") == nodes
     assert len(re.findall(rf"keeps its \d units as they are after {last} steps", served)) == (
         0 if way == "half done" else nodes
     ), served

@@ -32,6 +32,7 @@ _LARGEST_HELLO = 1 << 16
 _LARGEST_HEADER = 1 << 30
 _HELLO_S = 20.0
 _LOST_S = 20  # a host that does not answer for so long is gone
+_SAME_SECRET = "set HOLMES_NODE_SECRET to the same value on all hosts"
 _AGAIN_S = 2  # a link that is back before is used at once; without a limit the kernel's tries double: after 13 s comes none in time
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -117,9 +118,14 @@ class Channel:
         said = json.dumps(encode(dict(hello), []))
         proof = _proof(secret, "connects", theirs, mine, said)
         channel.send({"nonce": mine, "hello": said, "proof": proof})
-        answer = channel.receive(largest=_LARGEST_HELLO)["proof"]
+        try:
+            answer = channel.receive(largest=_LARGEST_HELLO)["proof"]
+        except ConnectionLostError as error:
+            raise ConnectionLostError(f"{error}. If it refused this process: {_SAME_SECRET}") from error
         if not hmac.compare_digest(answer, _proof(secret, "listens", theirs, mine)):
-            raise ConnectionLostError(f"{peer} at {address[0]}:{address[1]} does not know this job's secret")
+            raise ConnectionLostError(
+                f"{peer} at {address[0]}:{address[1]} does not know this job's secret: {_SAME_SECRET}"
+            )
         connection.settimeout(None)
         return channel
 
@@ -137,7 +143,7 @@ class Channel:
         said = channel.receive(largest=_LARGEST_HELLO)
         theirs, hello = said["nonce"], said["hello"]
         if not hmac.compare_digest(said["proof"], _proof(secret, "connects", mine, theirs, hello)):
-            raise ConnectionLostError(f"{peer} does not know this job's secret")
+            raise ConnectionLostError(f"{peer} does not know this job's secret: {_SAME_SECRET}")
         channel.send({"proof": _proof(secret, "listens", mine, theirs)})
         connection.settimeout(None)
         return channel, decode(json.loads(hello), [])

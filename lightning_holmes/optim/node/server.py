@@ -182,7 +182,9 @@ class NodeServer:
                 print(service.describe(), flush=True)
         if service.told != told:
             different = next((key for key in told if service.told.get(key) != told[key]), "?")
-            raise ConfigurationError(f"workers of {service.name} do not agree on {different}; start them alike")
+            raise ConfigurationError(
+                f"workers of {service.name} do not agree on {different}: start all with the same script, versions and options"
+            )
         return service
 
     def _kept_for(self, told: Mapping[str, Any]) -> Kept | None:
@@ -192,7 +194,10 @@ class NodeServer:
             return None
         kept = self.kept.get(told["place"])
         if kept is None:
-            raise CheckpointDamagedError(f"nothing is kept for {told['place']}, whose workers go on from it")
+            raise CheckpointDamagedError(
+                f"nothing is kept for {told['place']}, whose workers go on from what this node kept: was the node started anew? The job's next "
+                f"start takes what was saved before"
+            )
         return kept
 
     def let_go(self) -> None:
@@ -266,13 +271,13 @@ def join(
             return code
         del server
         _collect()
-        print(f"waiting for it to be started again, {patience:.0f} s at most", flush=True)
+        print(f"optimizer node {number}: waiting {patience:.0f} s at most for the job to be started again", flush=True)
         try:
             control, welcome = _connect(addresses, secret, number, patience)
         except ConnectionLostError:
             for held in kept.values():
                 held.close()
-            print(f"it has not been started again within {patience:.0f} s", flush=True)
+            print(f"optimizer node {number}: the job has not been started again within {patience:.0f} s", flush=True)
             return code
 
 

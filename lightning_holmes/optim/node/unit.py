@@ -229,7 +229,8 @@ class Unit:
             missing = [name for name in wanted if (after, name) not in self._norms]
             if missing and after < self._num_edited:
                 raise ConnectionLostError(
-                    f"a worker asks for the norm of {missing[0]}'s gradient, which another one has clipped without asking"
+                    f"a worker asks for the norm of {missing[0]}'s gradient, which another one has clipped without asking: clip gradients alike "
+                    f"on all ranks"
                 )
             self._norms |= {(after, name): float(torch.linalg.vector_norm(gradients[name])) ** 2 for name in missing}
             return sum(self._norms[after, name] for name in wanted)

@@ -78,7 +78,10 @@ class Updates:
             return
         first, *others = told
         if any(other != first for other in others):
-            raise ConnectionLostError(f"workers add different groups of parameters: {first} and {others}")
+            raise ConnectionLostError(
+                f"workers add different parameter groups to the optimizer, of {first['names']} and of {[other['names'] for other in others]}, or with "
+                f"different options: call add_param_group alike on all ranks"
+            )
         self._orders.put(lambda: self._add(first))
 
     def complete(self, unit: Unit, window: int) -> None:
@@ -95,7 +98,8 @@ class Updates:
             if repr(commit) != repr(first):  # a norm that is no number is unlike itself
                 what = next(key for key in first if repr(commit.get(key)) != repr(first[key]))
                 raise ConnectionLostError(
-                    f"workers 0 and {other} step with different {what}: {first[what]} and {commit[what]}"
+                    f"workers 0 and {other} step with different {what}: {first[what]} and {commit[what]}; set the optimizer's options, and clip or "
+                    f"scale gradients, alike on all ranks"
                 )
         self._orders.put(lambda: self._finish_step(first))
 
@@ -162,7 +166,10 @@ class Updates:
     def _options_begun(self, window: int) -> Sequence[Mapping[str, Any]]:
         first, *others = self._begun[window]
         if any(other != first for other in others):
-            raise ConnectionLostError(f"workers begin a step with different options: {first} and {others}")
+            raise ConnectionLostError(
+                f"workers begin a step with different options of the optimizer: {first['options']} and {[other['options'] for other in others]}; set "
+                f"learning rates and other options alike on all ranks"
+            )
         options: Sequence[Mapping[str, Any]] = first["options"]
         return options
 

@@ -18,8 +18,8 @@ from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 WITH_STATES = "memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, "
 BY_HAND = "memory: by its estimate "
 WAY_OUT = (
-    "That holds even for an optimizer that keeps nothing beside the parameters. Layers of each stage that are given by hand, "
-    "partition=[...], are not held against the memory"
+    "That holds even for an optimizer that keeps nothing beside the parameters. To run it all the same give the layers of each stage by "
+    "hand, partition=[...], which are not checked against the memory"
 )
 _GIB = 2.0**30
 
@@ -49,8 +49,8 @@ def nothing_fits(
     cures = []
     changes: list[tuple[str, bool, bool]] = [
         ("activation recomputation", True, False),
-        ("a sharded optimizer", False, True),
-        ("activation recomputation and a sharded optimizer", True, True),
+        ("a sharded optimizer, sharded_optimizer=True", False, True),
+        ("activation recomputation and a sharded optimizer, sharded_optimizer=True", True, True),
     ]
     for what, again, sharded in changes:
         known = (not again or True in recomputation) and (not sharded or training.sharded_optimizer is not False)

@@ -72,7 +72,7 @@ class BatchSignals(Replacements):
     def _note_interrupt(self, signum: int, _: Any) -> None:
         self._interrupted = True
         print(
-            f"[rank {dist.get_rank()}] Ctrl-C: all ranks end before the next batch; once more, and this one ends at once",
+            f"[rank {dist.get_rank()}] Ctrl-C: all ranks end before the next batch; press it once more to end this one at once",
             file=sys.stderr,
             flush=True,
         )
@@ -116,8 +116,8 @@ class BatchSignals(Replacements):
             goes_on = self._snapshots is not None and not self._told_to_end
             if goes_on:
                 print(
-                    f"[rank {dist.get_rank()}] ends before the next batch, since another rank was told to by SIGTERM, with {_LEFT_BEHIND}, so "
-                    f"that a launcher starts it again",
+                    f"[rank {dist.get_rank()}] ends before the next batch with exit code {_LEFT_BEHIND}, since another rank got SIGTERM; a launcher "
+                    f"that restarts processes starts it again",
                     file=sys.stderr,
                     flush=True,
                 )
