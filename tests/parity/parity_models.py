@@ -1,11 +1,11 @@
-"""The model families of the parity tests: small LightningModules in the style people write them, and their data.
+"""The model families of the parity tests: small LightningModules as users write them, and their data.
 
     family = FAMILIES["vit"]
     module = family.build(num_layers=5)           # seeded by the caller
     train, validation = family.samples()          # lists of dicts, one entry a sample
 
-Everything here is ordinary Lightning; nothing knows of pipelines. They train by SGD with momentum, which shows a
-wrong gradient in proportion: Adam would divide a gradient that is zero but for rounding by its own size.
+These are ordinary Lightning modules without any code for pipelines. All but one (gpt_adamw) train by SGD with momentum,
+which shows a wrong gradient in proportion: Adam divides a gradient that is zero except for rounding by its own size.
 
 Shapes: B samples, S positions, D hidden size, P pixels a side.
 """
@@ -28,7 +28,7 @@ VOCABULARY, LENGTH, HIDDEN, CLASSES, PIXELS = 29, 10, 16, 4, 8
 
 
 class Sgd(pl.LightningModule):
-    """What all families train with."""
+    """Trains by SGD with momentum, as all families but the recipes' GPT with AdamW."""
 
     sgd_learning_rate = 0.05
 
@@ -38,7 +38,7 @@ class Sgd(pl.LightningModule):
 
 
 class Classifier(Sgd):
-    """Classifies ``batch["x"]`` as ``batch["y"]``; logs before and after the model, a step's and an epoch's values."""
+    """Classifies ``batch["x"]`` as ``batch["y"]``; logs before and after the model, per step and per epoch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.log("train_input", batch["x"].float().mean(), batch_size=len(batch["y"]))
@@ -66,7 +66,7 @@ class SgdGPT(Sgd, GPT):
 
 
 def build_hf(model_type: str, **config: Any) -> Callable[[int], pl.LightningModule]:
-    """A causal language model of Hugging Face transformers, from a small config."""
+    """Return a function that builds a causal language model of Hugging Face transformers from a small config."""
 
     def build(num_layers: int) -> pl.LightningModule:
         from lightning_holmes.models import HFCausalLM
@@ -104,8 +104,8 @@ def build_gpt(**options: Any) -> Callable[[int], pl.LightningModule]:
 class AdamWGPT(GPT):
     """The recipes' GPT and its AdamW, whose steps are as well conditioned as SGD's.
 
-    With the usual epsilon of 1e-8 an entry whose gradient is hardly more than rounding moves as far as any other, in a
-    direction that hangs on the order in which a processor's matrix product adds.
+    With the usual epsilon of 1e-8, an entry whose gradient is little more than rounding moves as far as any other, in a
+    direction that depends on the order in which the processor's matrix product adds.
     """
 
     def configure_optimizers(self) -> Any:
@@ -278,7 +278,7 @@ class Stack(Classifier):
 
 
 class FrozenStart(Stack):
-    """The embedding and the first half of the layers, so at least the first stage, are frozen."""
+    """The embedding and the first half of the layers, hence at least the first stage, are frozen."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -298,7 +298,7 @@ class LoraLinear(nn.Module):
 
 
 class Lora(Stack):
-    """Everything is frozen but small adapters beside the linear layers of each layer, and the head."""
+    """Only small adapters beside the linear layers of each layer, and the head, are trained."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -321,7 +321,7 @@ class TupleLayer(nn.Module):
 
 
 class TupleStack(Classifier):
-    """Each layer hands a pair (hidden, extra) to the next."""
+    """Each layer passes a pair (hidden, extra) to the next."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class TupleStack(Classifier):
 
 
 class SkipNet(Classifier):
-    """A U-Net: what the first layers give is added to the input of the last ones."""
+    """A U-Net: outputs of the first layers are added to the inputs of the last ones."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class RoutedBlock(Block):
 
 
 class RouterLoss(Stack):
-    """The loss adds what the router of each layer has left on the layer."""
+    """The loss adds a value that each layer's router has stored on the layer."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -400,13 +400,13 @@ def make_images(generator: torch.Generator) -> list[dict[str, Tensor]]:
 
 
 def make_texts(generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Whole texts, for the recipes' GPT: labels are shifted."""
+    """Make full-length texts for the recipes' GPT: labels are already shifted."""
     tokens = torch.randint(VOCABULARY, (NUM_TRAIN + NUM_VALIDATION, LENGTH + 1), generator=generator)
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
 
 
 def make_ragged_texts(generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Texts of 2 to LENGTH tokens, padded at the end; Hugging Face's labels, not shifted."""
+    """Make texts of 2 to LENGTH tokens, padded at the end, with Hugging Face's labels, which are not shifted."""
     samples = []
     for text in make_texts(generator):
         length = int(torch.randint(2, LENGTH + 1, (), generator=generator))
@@ -427,7 +427,7 @@ def make_classified_texts(generator: torch.Generator) -> list[dict[str, Tensor]]
 
 
 def make_unequal_texts(generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Ragged texts for the recipes' GPT: the first batches are short, later ones long, the last are short again."""
+    """Make ragged texts for the recipes' GPT: the first batches are short, later ones long, and the last short again."""
     samples = []
     for index, text in enumerate(make_texts(generator)):
         longest = 5 if index < 6 else LENGTH if index < 15 else 7
@@ -439,7 +439,7 @@ def make_unequal_texts(generator: torch.Generator) -> list[dict[str, Tensor]]:
 
 
 def cut_padding(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch as long as its longest text."""
+    """Return a batch that is as long as its longest text."""
     batch = default_collate(samples)
     longest = int((batch["labels"] != -100).sum(1).max())
     return {name: value[:, :longest] for name, value in batch.items()}
@@ -449,19 +449,18 @@ def cut_padding(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Family:
     """A kind of module with its data.
 
-    ``data_parallel_sizes``: the numbers of replicas for which a baseline exists. ``draws``: whether the module
-    draws random numbers in training, which plain Lightning orders differently.
+    ``draws``: whether the module draws random numbers in training, which plain Lightning draws in another order.
+    ``microbatch_is_batch``: whether the baseline trains on microbatches as batches.
     """
 
     build: Callable[[int], pl.LightningModule]
     data: Callable[[torch.Generator], list[dict[str, Tensor]]] = make_images
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]] = default_collate
-    data_parallel_sizes: tuple[int, ...] = (1, 2)
     draws: bool = False
     microbatch_is_batch: bool = False
 
     def samples(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """Samples to train on and to validate with, always the same."""
+        """Return the training and validation samples, always the same ones."""
         samples = self.data(torch.Generator().manual_seed(11))
         return samples[:NUM_TRAIN], samples[NUM_TRAIN:]
 
@@ -496,7 +495,7 @@ FAMILIES = {
     "vit": Family(build=ViT),
     "dit": Family(build=DiT),
     "unlike_layers": Family(build=UnlikeLayers),
-    "batch_norm": Family(build=lambda n: Stack(n, batch_norm=True), data_parallel_sizes=(1,), microbatch_is_batch=True),
+    "batch_norm": Family(build=lambda n: Stack(n, batch_norm=True), microbatch_is_batch=True),
     "tuples": Family(build=TupleStack),
     "lora": Family(build=Lora),
     "frozen_start": Family(build=FrozenStart),

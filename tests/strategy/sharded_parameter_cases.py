@@ -1,4 +1,5 @@
-"""What two processes do with parameters in shards: fit, evaluate, save, resume, in either format and in and out of shards.
+"""What two processes do with sharded parameters: fit, evaluate, save and resume, in either checkpoint format and with and
+without shards.
 
 Everything is compared with plain Lightning in one process on the same samples; see test_sharded_parameters.py.
 """
@@ -27,7 +28,7 @@ OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 class Block(nn.Module):
-    """Two products beside a residual."""
+    """Two matrix products beside a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
 
 class Tied(pl.LightningModule):
-    """Four layers between an embedding and a head that shares its weight; a frozen scale; one weight that nothing reads."""
+    """Four layers between an embedding and a head that shares its weight; a frozen scale; a weight that nothing reads."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Tied(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        if self.optimizer == "muon":  # whole matrices
+        if self.optimizer == "muon":  # Muon takes whole matrices
             matrices = [p for name, p in self.named_parameters() if p.ndim == 2 and "layers" in name]
             return torch.optim.Muon(matrices, lr=0.02)
         if self.optimizer == "sgd":
@@ -88,7 +89,7 @@ class Tied(pl.LightningModule):
 
 
 class Outside(Tied):
-    """Residuals outside of the layers, which are read again after them."""
+    """Residual connections outside of the layers: a layer's input is read again after it."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens) * self.scale
@@ -110,7 +111,8 @@ class Counting(Tied):
 
 
 class Thawing(Tied):
-    """Trains a layer and the scale from the second batch on, and another layer until then; its optimizer has all of them."""
+    """Trains layers[1] and the scale in all batches of an epoch but the first, and layers[2] in the first only; its optimizer
+    has all of them."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
@@ -126,7 +128,7 @@ class Thawing(Tied):
 
 
 class Late(Tied):
-    """The same, built by configure_model: no process has it whole."""
+    """The same model, built by configure_model: no process holds it whole."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         pl.LightningModule.__init__(self)
@@ -148,13 +150,13 @@ class Late(Tied):
 
 
 def build(optimizer: str = "adamw", kind: type[Tied] = Tied) -> Tied:
-    """The same initial weights everywhere."""
+    """Make a module with the same initial weights in every process."""
     torch.manual_seed(7)
     return kind(optimizer)
 
 
 class Data(pl.LightningDataModule):
-    """Texts in order; a replica takes every n-th of them."""
+    """Texts in order; a replica takes every n-th of them, n being the number of replicas."""
 
     def loader(self, seed: int, number: int) -> DataLoader:
         strategy = self.trainer.strategy  # type: ignore[union-attr]
@@ -174,7 +176,7 @@ class Data(pl.LightningDataModule):
 
 
 def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
-    """A trainer; with arguments for HolmesStrategy of as many processes as there are, else plain Lightning in one."""
+    """Make a trainer with HolmesStrategy of these arguments on all processes; without arguments, plain Lightning in one process."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
@@ -200,7 +202,7 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run_all(name: str) -> dict[str, Any]:
-    """Every case of one launch, by name: what it gave on this rank."""
+    """Run every case of one launch; return by name what it gave on this rank."""
     folder = Path(name)
     found: dict[str, Any] = {}
     for optimizer in OPTIMIZERS:
@@ -226,12 +228,10 @@ def run_all(name: str) -> dict[str, Any]:
             found[f"auto {kind.__name__}"] = state_of(module), trainer.strategy.plan
     for kind, folders in (("folder", True), ("file", False)):
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **LAYERED)
-        saver = Saver(folder / f"{kind}.ckpt")
-        trainer.callbacks.append(saver)  # type: ignore[attr-defined]
+        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=Data())
         module.on_save_checkpoint = look_at_states  # type: ignore[method-assign]
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
-        found[f"seen in {kind}"] = saver.nan_parameters
     for source in ("folder", "folder-after", "file", "plain"):
         for name_of, layout in (("layered", LAYERED), ("replicated", REPLICATED)):
             module, trainer = build(), make_trainer(folder, 2, **layout)
@@ -253,13 +253,13 @@ def run_all(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preferring_shards() -> Iterator[None]:
-    """As if a step in shards were always predicted to be faster by enough."""
+    """Act as if a step with sharded parameters were always predicted to be faster by enough."""
     with unittest.mock.patch.object(shard_search, "Preference", lambda: types.SimpleNamespace(sharding_gain=-100.0)):
         yield
 
 
 def run_watched(folder: Path, **strategy: Any) -> dict[str, Any]:
-    """Two epochs beside a callback that reads, writes and samples between steps."""
+    """Train two epochs with a callback that reads and writes weights and samples between steps."""
     module, trainer, watching = build(), make_trainer(folder, 2, **strategy), Watching()
     trainer.callbacks.append(watching)  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=Data())
@@ -268,7 +268,7 @@ def run_watched(folder: Path, **strategy: Any) -> dict[str, Any]:
 
 
 def run_late(folder: Path, optimizer: str, **strategy: Any) -> dict[str, Any]:
-    """A module without memory: trained, evaluated afterwards, saved in both formats, resumed and tested from each."""
+    """Train a module that is built without memory, evaluate it, save it in both formats, then resume and test from each checkpoint."""
     pl.seed_everything(3, verbose=False)
     found: dict[str, Any] = {}
     for kind in ("folder", "file"):
@@ -292,17 +292,16 @@ def run_late(folder: Path, optimizer: str, **strategy: Any) -> dict[str, Any]:
 
 
 def look_at_states(checkpoint: dict[str, Any]) -> None:
-    """A hook of the user's, which finds values and nothing that stands for them."""
+    """Check, as a user's hook, that optimizer states hold tensors and no stand-ins."""
     for state in checkpoint["optimizer_states"]:
         assert all(isinstance(v, Tensor) for entries in state.get("state", {}).values() for v in entries.values())
 
 
 class Saver(pl.Callback):
-    """Saves in mid-run, at the end of the epoch's training; counts what of the module holds NaN then."""
+    """Saves in mid-run, at the end of the epoch's training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.nan_parameters = -1
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self.path)
@@ -348,7 +347,7 @@ def _use_gradient(use: Callable[[Tensor], Any]) -> Any:
 
 
 class Watching(pl.Callback):
-    """Reads weights on all ranks and on one, changes them, and samples from the module; notes how much is whole at a time."""
+    """Reads weights on all ranks and on one, changes them, and samples from the module; counts how many parameters are whole at a time."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -359,7 +358,7 @@ class Watching(pl.Callback):
         def count() -> int:
             return sum(p.untyped_storage().nbytes() >= 4 * p.numel() for p in module.layers.parameters())
 
-        with ThreadPoolExecutor(1) as unwatched:  # torch's function modes are a thread's own: looking brings nothing
+        with ThreadPoolExecutor(1) as unwatched:  # torch's function modes are per thread: counting gathers nothing
             self.most_whole = max(self.most_whole, unwatched.submit(count).result())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -371,7 +370,7 @@ class Watching(pl.Callback):
             pl_module.embedding.weight.data.mul_(0.99)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:  # the others take part without knowing
+        if trainer.is_global_zero:  # the other ranks take part without calling anything
             self.sampled.append(pl_module(torch.arange(5)[None]).detach().clone())
             self._look(pl_module)
 
