@@ -1,4 +1,4 @@
-"""The commands of lightning-holmes that are not Trainer runs: a module each, with ``main(args)``.
+"""The commands of lightning-holmes that are not Trainer runs: one module for each, with ``main(args)``.
 
 A module is imported only when its command is called.
 """
@@ -27,5 +27,5 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def run_command(name: str, args: list[str]) -> None:
-    """Run the command ``name`` with its command line ``args``; it raises HolmesError for what the user can mend."""
+    """Run the command ``name`` with its command line ``args``. Raises HolmesError for errors that the user can fix."""
     import_module(COMMANDS[name][0]).main(args)

@@ -3,14 +3,15 @@
     lightning-holmes bench
     lightning-holmes bench --hosts 2 4 --ethernet 50mbit --contenders floor ddp holmes --output runs/unequal
     lightning-holmes bench --case layered            # layered accumulation against FSDP2's three ways
-    lightning-holmes bench --case optimizer-node     # parameters and states on a host beside the workers
+    lightning-holmes bench --case optimizer-node     # parameters and states on an additional host
     lightning-holmes bench --case optimizer-node-count      # on 1, 2 and 4 hosts whose links are the limit
     lightning-holmes bench --case optimizer-node-clusters   # across clusters
-    lightning-holmes bench --contenders floor holmes --timeline      # and where a step's seconds go
+    lightning-holmes bench --contenders floor holmes --timeline      # with the seconds of a step by kind
 
-Owns the arguments and the order of the runs; contenders, worker and report are lightning_holmes.commands.benchmark's,
-the hosts lightning_holmes.cluster.testbed's. Every contender is started by torchrun on every host, with the nodes
-numbered at random. The floor is measured first and last, and all its steps count. Needs root, as the testbed does.
+It owns the arguments and the order of the runs; contenders, worker and report are in lightning_holmes.commands.benchmark,
+the hosts in lightning_holmes.cluster.testbed. Every contender is started by torchrun on every host, with the nodes
+numbered at random unless the contender sets their order. The floor (training without communication) is measured first and last,
+and all its steps count. Needs root for the testbed.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ _NODE = "memory"
 
 
 def main(args: list[str]) -> None:
-    """Run the command line `args`; exits with 1 if a contender did not run to its end, or predictions miss an aim."""
+    """Run the command line `args`; exit with 1 if a contender failed, or if predictions miss an aim."""
     options = make_parser().parse_args(args)
-    load_figure_class()  # missing: better known now than after the runs
+    load_figure_class()  # fail before the runs if matplotlib is missing
     command = shlex.join(["lightning-holmes", "bench", *args])
     if options.predict or options.partitions:
         facts = {"command": command, "hardware": _hardware(), "commit": _commit(), "torch": version("torch")}
@@ -137,13 +138,15 @@ def make_parser() -> argparse.ArgumentParser:
     defaults = Workload()
     parser = argparse.ArgumentParser(
         prog="lightning-holmes bench",
-        description="The same training by several strategies, side by side on a testbed of two or more clusters.",
+        description="Run the same training with several strategies, side by side on a testbed of two or more clusters.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     network = parser.add_argument_group("network")
-    parser.add_argument("--case", choices=list(CASES), default="clusters", help="who takes part, on which network")
+    parser.add_argument(
+        "--case", choices=list(CASES), default="clusters", help="which strategies are compared, and on which network"
+    )
     network.add_argument(
-        "--hosts", type=int, nargs="+", metavar="N", help="hosts of each cluster; by default the case's"
+        "--hosts", type=int, nargs="+", metavar="N", help="number of hosts of each cluster; by default the case's"
     )
     network.add_argument("--processes", type=int, default=1, help="processes on each host")
     network.add_argument(
@@ -151,50 +154,58 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         nargs="+",
         metavar="CORES",
-        help="of each host; or one of each cluster's hosts; by default the case's",
+        help="cores of each host, or one value for each cluster; by default the case's",
     )
     network.add_argument(
-        "--node-cpu-share", type=float, metavar="CORES", help="of each optimizer node; by default the case's"
+        "--node-cpu-share", type=float, metavar="CORES", help="cores of each optimizer node; by default the case's"
     )
-    network.add_argument("--fast", help="rate inside clusters; by default the case's")
-    network.add_argument("--ethernet", help="rate of the Ethernet that joins them; by default the case's")
-    network.add_argument("--node-rate", help="rate of an optimizer node; by default the case's")
+    network.add_argument("--fast", help="rate of the network inside clusters; by default the case's")
+    network.add_argument("--ethernet", help="rate of the Ethernet between clusters; by default the case's")
+    network.add_argument("--node-rate", help="rate of an optimizer node's network card; by default the case's")
     training = parser.add_argument_group("training")
     training.add_argument("--hidden-size", type=int, default=defaults.hidden_size)
     training.add_argument("--layers", type=int, default=defaults.num_layers)
     training.add_argument("--heads", type=int, default=defaults.num_heads)
     training.add_argument("--sequence-length", type=int, default=defaults.sequence_length)
-    training.add_argument("--batch-size", type=int, default=defaults.batch_size, help="of the whole job")
-    training.add_argument("--microbatches", type=int, help="of each replica's part of a batch; by default the case's")
+    training.add_argument(
+        "--batch-size", type=int, default=defaults.batch_size, help="samples of a step, over all replicas"
+    )
+    training.add_argument(
+        "--microbatches", type=int, help="number of microbatches of each replica; by default the case's"
+    )
     training.add_argument("--steps", type=int, default=defaults.steps, help="measured steps of each run")
-    training.add_argument("--warmup", type=int, default=defaults.warmup_steps, help="steps before them")
-    predictions = parser.add_argument_group("predictions, held against runs (instead of the contenders)")
-    predictions.add_argument("--predict", action="store_true", help="predicted and measured steps of many plans")
-    predictions.add_argument("--beds", nargs="+", metavar="NAME", help="only these of its testbeds")
+    training.add_argument("--warmup", type=int, default=defaults.warmup_steps, help="steps before the measured ones")
+    predictions = parser.add_argument_group("predictions compared with runs (instead of the contenders)")
     predictions.add_argument(
-        "--partitions", action="store_true", help="all partitions on hosts of unlike speed, and the one that is chosen"
+        "--predict", action="store_true", help="compare predicted and measured step times of many plans"
     )
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="only these")
+    predictions.add_argument("--beds", nargs="+", metavar="NAME", help="run only these testbeds of --predict")
+    predictions.add_argument(
+        "--partitions",
+        action="store_true",
+        help="compare all partitions on hosts of different speed with the one that is chosen",
+    )
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="run only these strategies")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often all contenders, or a bed's runs, are measured in turn"
+        "--rounds", type=int, default=1, help="how many times all contenders, or a testbed's runs, are measured in turn"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds that a contender, or ten runs of a bed, may take"
+        "--timeout", type=float, default=600.0, help="seconds that a contender, or ten runs of a testbed, may take"
     )
     parser.add_argument("--output", default="runs/bench", help="folder for bench.json, bench.png and timelines")
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help="watch Holmes's steps (monitor=True): tell where their seconds go, and draw one beside its prediction",
+        help="monitor the steps of HolmesStrategy (monitor=True): report where the time goes, and plot a step beside its prediction",
     )
-    parser.add_argument("--verbose", action="store_true", help="show what the hosts print")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the hosts")
     return parser
 
 
 def make_topology(
     sizes: Sequence[int], *, devices: int, fast_bytes_per_s: float, ethernet_bytes_per_s: float
 ) -> Topology:
-    """Clusters of these sizes, InfiniBand and RoCE in turn. Node names do not tell the cluster."""
+    """Make clusters of these sizes, alternately with InfiniBand and RoCE. Host names do not contain the cluster's name."""
     if min(sizes) < 1:
         raise ConfigurationError(f"--hosts {' '.join(map(str, sizes))}: each cluster needs a host or more")
     clusters, number = [], 0
@@ -228,13 +239,13 @@ def run_benchmark(
 
     Args:
         cpu_shares: cores of a host, for each cluster.
-        node_rate: bytes a second of an optimizer node's Ethernet card.
+        node_rate: bytes/s of an optimizer node's Ethernet card.
         node_clusters: see BenchmarkCase.
         node_cpu_share: cores of an optimizer node; None: as many as a host of the last cluster.
-        timelines: a folder for those of Holmes's last runs.
+        timelines: a folder for the timelines of the last run of each Holmes contender.
     """
     order = [contender for _ in range(rounds) for contender in contenders]
-    order += [contender for contender in contenders if contender.name == FLOOR]  # again at the end: drift would show
+    order += [contender for contender in contenders if contender.name == FLOOR]  # again at the end, to show drift
     found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
     of_hosts = {
         host.name: share
@@ -277,7 +288,7 @@ def run_contender(
     verbose: bool,
     timelines: Path | None = None,
 ) -> Result:
-    """One run of one contender."""
+    """Run one contender once."""
     if (why_not := contender.why_not(job)) is not None:
         return Result(name=contender.name, title=contender.title, problem=why_not, can_run=False)
     _set_ethernet(bed, job, fast=contender.fast_everywhere)
@@ -326,7 +337,7 @@ def run_contender(
             return Result(name=contender.name, title=contender.title, problem=str(error))
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.world_size)]
         seconds_by_kind = {} if timelines is None else _keep_timeline(folder, timelines, contender)
-    # processes of one host see the same cards: one of them speaks for the host
+    # processes of one host see the same cards, so that one process per host is enough
     sent = {rank["host"]: rank["sent_bytes"] for rank in ranks}
     return Result(
         name=contender.name,
@@ -352,8 +363,8 @@ def _beside(
     timeout_s: float,
     echo: Callable[[str, str], None] | None,
 ) -> Generator[dict[str, str], None, None]:
-    """Inside, the contender's optimizer nodes, or the other ends of its bare sockets, run on hosts of their own; they end with the job.
-    Gives what its processes are told by the environment."""
+    """Run the contender's optimizer nodes, or the other end of its bare sockets, on the hosts for nodes while the context is entered;
+    they end with the job. Yields environment variables for the contender's processes."""
     master = bed.layout.host(job.topology.hosts[0].name).ethernet.address
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     commands = [
@@ -380,8 +391,8 @@ def _beside(
 def with_node_hosts(
     topology: Topology, count: int, bandwidth_bytes_per_s: float, in_clusters: Sequence[int] = ()
 ) -> Topology:
-    """The same with ``count`` hosts for optimizer nodes: beside the clusters, with Ethernet of so many bytes a second; or one in each of
-    these clusters, by number, with the fast cards of its other hosts, too."""
+    """Add ``count`` hosts for optimizer nodes, with Ethernet cards of this rate: one in each of the clusters ``in_clusters`` (indices),
+    with the RDMA cards of the cluster's other hosts, too, and the rest in a cluster of their own with Ethernet only."""
     ethernet = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=bandwidth_bytes_per_s)
     clusters = list(topology.clusters)
     for number, place in enumerate(in_clusters[:count]):
@@ -395,7 +406,7 @@ def with_node_hosts(
 
 
 def _keep_timeline(folder: Path, output: Path, contender: Contender) -> dict[str, float]:
-    """Copy the timeline that a run of Holmes left, and give its step's seconds by kind, the mean of the ranks."""
+    """Copy the timeline of a Holmes run to the output; return its step's seconds by kind, averaged over ranks. Empty without a timeline."""
     written = folder / TIMELINE
     if not written.exists():
         return {}
@@ -406,7 +417,7 @@ def _keep_timeline(folder: Path, output: Path, contender: Contender) -> dict[str
 
 
 def join(results: Sequence[Result]) -> Result:
-    """The results of one contender's runs as one: the steps of all runs; bytes of the first that has figures."""
+    """Join the results of one contender's runs: the steps of all runs, the bytes sent of the first successful run."""
     good = [result for result in results if result.problem is None]
     if not good:
         return results[0]
@@ -437,7 +448,7 @@ def _set_ethernet(bed: Testbed, job: BenchmarkJob, *, fast: bool) -> None:
 
 
 def _hardware() -> str:
-    """The processor and how much of it there is."""
+    """The processor's model and number of cores."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -447,7 +458,7 @@ def _hardware() -> str:
 
 
 def _commit() -> str:
-    """The commit of a checkout; the version of an installed package."""
+    """The commit of a checkout, or the version of an installed package."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

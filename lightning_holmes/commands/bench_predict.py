@@ -1,12 +1,12 @@
-"""lightning-holmes bench --predict and --partitions: predictions held against runs on testbeds.
+"""lightning-holmes bench --predict and --partitions: compares predictions with runs on testbeds.
 
     lightning-holmes bench --predict --output runs/predictions
     lightning-holmes bench --predict --beds unequal slow-ethernet
     lightning-holmes bench --partitions
 
 --predict runs every case of a bed (commands/benchmark/prediction_beds.py) and compares the step that the strategy predicted before
-the first one with the measured one; runs that stand in the output folder are kept, so that beds can be run apart.
---partitions tries all partitions of one model on hosts of unlike speed, and what the strategy chooses. Needs root.
+the first step with the measured one; earlier runs in the output folder are kept, so that beds can be run separately.
+--partitions runs all partitions of one model on hosts of unequal speed, and the partition that the strategy chooses. Needs root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_holmes.errors import ConfigurationError
 _WORKER = "lightning_holmes.commands.benchmark.prediction_worker"
 _CPU_PERIOD_S = 0.01  # shorter than the default: a host with a share of a core is then closer to a slower core
 _AT_LEAST, _WITHIN = 1.25, 1.05
-_RUN_TIMEOUT = 0.1  # of what a contender may take, for each of a bed's runs
+_RUN_TIMEOUT = 0.1  # of the timeout of a contender, for each of a bed's runs
 
 
 def run_predictions(
@@ -49,10 +49,10 @@ def run_predictions(
     timeout_s: float,
     facts: dict[str, Any],
 ) -> PredictionReport:
-    """Run the beds of these names (all by default), print and write; gives the report.
+    """Run the beds with these names (all by default); print, write and return the report.
 
     Args:
-        make_topology: of bench: sizes and rates to a topology.
+        make_topology: bench.make_topology.
         rounds: how often a bed's cases run, in turn.
     """
     beds = [bed for bed in PREDICTION_BEDS if names is None or bed.name in names]
@@ -77,7 +77,7 @@ def run_predictions(
                     schedule=result["schedule"],
                     round=index // len(bed.cases) + 1,
                 )
-                # those that came to their end
+                # strict=False: only the cases that were completed
                 for index, (result, case) in enumerate(zip(results, in_turn.cases, strict=False))
                 if result["predicted_s"] is not None
             ]
@@ -89,7 +89,7 @@ def run_predictions(
 
 
 def run_partitions(make_topology: Any, *, output: Path, timeout_s: float, facts: dict[str, Any]) -> dict[str, Any]:
-    """Try all partitions on the bed of unlike hosts; print and write what came out."""
+    """Run all partitions on the bed of unequal hosts; print, write and return the comparison."""
     results = run_bed(PARTITION_BED, make_topology, profile=None, timeout_s=timeout_s, keep=output / PARTITION_BED.name)
     data = {**facts, **compare_partitions(results)}
     for result in results:
@@ -106,8 +106,9 @@ def run_partitions(make_topology: Any, *, output: Path, timeout_s: float, facts:
 
 
 def compare_partitions(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was chosen against uniform and the best. Runs of the same partition are the same program, whoever named it, so
-    that each partition has the median of its runs, and each run of self_adapting counts with that of what it chose."""
+    """Compare the chosen partition with the uniform and the best one. Runs with the same partition are the same program, whichever case
+    they belong to, so that the time of a partition is the median of all its runs; a run of self_adapting counts with the time of the
+    partition it chose."""
     runs: dict[tuple[int, ...], list[float]] = {}
     for result in results:
         runs.setdefault(tuple(result["layers"]), []).append(result["measured_s"])
@@ -139,11 +140,11 @@ def compare_partitions(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def run_bed(
     bed: PredictionBed, make_topology: Any, *, profile: str | None, timeout_s: float, keep: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Run a bed's cases; what rank 0 wrote of each, with measured_s.
+    """Run a bed's cases; return rank 0's result of each, with measured_s.
 
     Args:
-        profile: the strategy's argument for all cases; None leaves it to them.
-        timeout_s: of up to ten runs; more runs have as much more.
+        profile: the strategy's argument for all cases, unless a case sets it; None: the cases decide.
+        timeout_s: for up to ten runs; proportionally more for more runs.
         keep: a folder for the timelines.
     """
     topology: Topology = make_topology(
@@ -206,7 +207,7 @@ def _echo_progress(_: str, line: str) -> None:
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else runs on the machine only adds."""
+    """The lower quartile, since other work on the machine only makes steps longer."""
     return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
 
 

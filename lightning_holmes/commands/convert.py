@@ -1,7 +1,7 @@
-"""lightning-holmes convert IN OUT: a checkpoint in another format, a tensor at a time.
+"""lightning-holmes convert IN OUT: writes a checkpoint in another format, one tensor at a time.
 
-A folder becomes one plain Lightning file, a file a folder; ``--format safetensors`` writes what Hugging Face's
-from_pretrained reads, for HFCausalLM and LoRACausalLM (adapters are added to the weights).
+A checkpoint folder becomes a single plain Lightning file, and a file becomes a folder. ``--format safetensors`` writes a folder that
+Hugging Face's from_pretrained reads, for HFCausalLM and LoRACausalLM (adapters are merged into the weights).
 """
 
 import argparse
@@ -26,12 +26,12 @@ def main(args: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="lightning-holmes convert", description=__doc__)
     parser.add_argument("source", metavar="IN", type=Path, help="a checkpoint: a folder, or a .ckpt file")
     parser.add_argument("target", metavar="OUT", type=Path, help="what to write; must not exist")
-    parser.add_argument("--format", choices=FORMATS, help="default: a file for a folder, a folder for a file")
+    parser.add_argument("--format", choices=FORMATS, help="default: file if IN is a folder, folder if IN is a file")
     parser.add_argument(
         "--max-shard-bytes",
         type=int,
         default=MAX_SHARD_BYTES,
-        help=f"of one safetensors file; default {MAX_SHARD_BYTES}",
+        help=f"the most bytes of one safetensors file; default {MAX_SHARD_BYTES}",
     )
     given = parser.parse_args(args)
     if not given.source.exists():

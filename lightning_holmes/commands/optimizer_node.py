@@ -1,11 +1,11 @@
-"""lightning-holmes optimizer-node -- SCRIPT: this host as an optimizer node of a job, which runs the same script.
+"""lightning-holmes optimizer-node -- SCRIPT: runs an optimizer node of a job on this host. The job runs the same script.
 
     HOLMES_NODE_SECRET=... lightning-holmes optimizer-node --master-addr 10.0.0.1 -- train.py --epochs 3
 
-The script is run up to its first fit, validate, test or predict, which here never returns: this process then holds parameters and
-optimizer states of the job, and ends with it. So the optimizer's class is known here, and nothing else of the script is used; its
-Trainer is built for one CPU, whatever it asks for. The workers are started as ever, with HolmesStrategy(optimizer_nodes=K) and the same
-HOLMES_NODE_SECRET; rank 0 waits for K nodes.
+The script runs up to its first fit, validate, test or predict, which does not return in this process: from then on the process holds
+parameters and optimizer states of the job, and it ends with the job. The script is run only so that the optimizer's class is defined here;
+its Trainer is built for one CPU, whatever its arguments are. Start the workers as usual, with HolmesStrategy(optimizer_nodes=K) and the
+same HOLMES_NODE_SECRET; rank 0 waits for K nodes.
 """
 
 import argparse
@@ -41,36 +41,43 @@ def main(args: list[str]) -> None:
     parser.add_argument(
         "--master-addr",
         default=os.environ.get("MASTER_ADDR"),
-        help="the host of rank 0, or several with commas, where it may come again on another; default MASTER_ADDR",
+        help="the host of rank 0; several hosts, separated by commas, if a restarted job may have rank 0 on another one; default MASTER_ADDR",
     )
     parser.add_argument(
-        "--rdzv-endpoint", metavar="HOST[:PORT]", help="as torchrun takes it: its host, in place of --master-addr"
+        "--rdzv-endpoint", metavar="HOST[:PORT]", help="torchrun's option; its host is used instead of --master-addr"
     )
     parser.add_argument(
-        "--master-port", type=int, help="as torchrun takes it; nodes do not come there, but to --port, and it is said"
+        "--master-port", type=int, help="torchrun's option; ignored with a note, since nodes connect to --port"
     )
     parser.add_argument(
         "--port",
         type=int,
         default=int(os.environ.get(PORT, DEFAULT_PORT)),
-        help=f"where rank 0 waits for nodes; default {PORT}, or {DEFAULT_PORT}",
+        help=f"the port on which rank 0 waits for nodes; default: the environment variable {PORT}, or {DEFAULT_PORT}",
     )
     parser.add_argument("--wait", type=float, default=1800.0, help="seconds to wait for rank 0; default 1800")
     parser.add_argument(
         "--wait-again",
         type=float,
         default=0.0,
-        help="likewise after a run that has failed; default 0, but --wait where torchrun has restarts left",
+        help="seconds to wait for rank 0 again after the job has failed; default 0, but --wait if torchrun has restarts left",
     )
     parser.add_argument(
         "--states",
         metavar="FOLDER",
-        help="where parameters and optimizer states live; default: as the script's optimizer_states",
+        help="where parameters and optimizer states are kept; default: the script's optimizer_states",
     )
     parser.add_argument(
-        "--memory", metavar="BYTES", help=f"of this process at most, say 8G; default {MEMORY}, or what the host has"
+        "--memory",
+        metavar="BYTES",
+        help=f"the most memory of this process, such as 8G; default: the environment variable {MEMORY}, or the host's memory",
     )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ...", help="as the workers run it")
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ...",
+        help="the script and its arguments, as the workers run it",
+    )
     given = parser.parse_args(args)
     script = given.script[1:] if given.script[:1] == ["--"] else given.script
     if not script:
@@ -108,7 +115,7 @@ def main(args: list[str]) -> None:
             expected=expected,
         )
         sys.stdout.flush()
-        os._exit(code)  # nothing of the script goes on; threads that serve workers are not waited for
+        os._exit(code)  # the script does not continue, and threads that serve workers are not joined
 
     build_trainers_for_one_cpu()
     for name in ("fit", "validate", "test", "predict"):

@@ -1,7 +1,7 @@
-"""`lightning-holmes plan`: what a run will cost, before it is started, from the config files that fit uses.
+"""`lightning-holmes plan`: predicts the time and memory of a run before it is started, from the config files of fit.
 
-It joins the parts: profile of the model (without its weights), topology, devices, search, and what is printed. The
-command line itself is cli.py's.
+It combines the profile of the model (without its weights), topology, devices and search, and prints the result. The
+command line itself is in cli.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own
 from lightning_holmes.strategy.samples import step_arguments
 
 _PROBE_S = 0.03
-# of weights that are not in fp32; of 16-true as many bytes
+# types of weights that are not in fp32; bf16 stands for fp16, which has as many bytes
 _WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 _HALF_BYTES = 2.0
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -87,7 +87,7 @@ def run_plan(
     strategy: Any,
     trainer: Mapping[str, Any],
 ) -> SearchResult:
-    """Profile, search, print and write. The arguments are make_cost_model's."""
+    """Profile, search, print and write. For the arguments see make_cost_model."""
     given = strategy_settings(strategy)
     asked = _strategy(request, given)
     if request.output is not None:
@@ -122,12 +122,13 @@ def make_cost_model(
     load_batch: Callable[[LightningModule], Any] | None,
     trainer: Mapping[str, Any],
 ) -> CostModel:
-    """What a step costs, for all plans that the search may look at.
+    """Make the cost model of a step, for all plans of the search.
 
     Args:
         given: the strategy's arguments (strategy_settings).
-        build_model: makes the module; called where parameters take no memory, unless they are to be measured.
-        load_batch: gives a training batch of one replica; None if there is no data.
+        build_model: makes the module; called in a context in which parameters take no memory, unless layers are measured or
+            the step reads values.
+        load_batch: returns a training batch of one replica; None if there is no data.
         trainer: the other trainer settings; num_nodes, devices, precision and plugins are read.
     """
     asked = _strategy(request, given)
@@ -141,12 +142,12 @@ def make_cost_model(
             _cast(module, dtype)
         return module
 
-    with _default_dtype(dtype):  # as Lightning's precision plugin does, which converts what has another, too
+    with _default_dtype(dtype):  # like Lightning's precision plugin, which also converts tensors of other types
         model = whole() if request.profile == "measure" else _build(whole)
-    check_module(model, fitting=True, is_pipeline=False)  # what no layout takes
+    check_module(model, fitting=True, is_pipeline=False)  # refuse modules that no layout supports
 
     def profiled(module: LightningModule) -> tuple[ModelCost, int]:
-        """Its costs, and the samples of its batch."""
+        """The module's costs, and the number of samples of its batch."""
         batch = _batch(request, module, load_batch)
         batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         samples = BatchSplitter().batch_size(batch)
@@ -165,7 +166,7 @@ def make_cost_model(
     with _default_dtype(dtype):
         try:
             cost, samples = profiled(model)
-        except ReadsValuesError as error:  # then it is run once for real, as in a run
+        except ReadsValuesError as error:  # then the module is run once with real values, as in a run
             if _size(model) > LARGEST_RUN:
                 raise UnsupportedModuleError(
                     f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
@@ -187,7 +188,7 @@ def make_cost_model(
 
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
-    """HolmesStrategy's arguments in a trainer's strategy setting, without those left at their defaults."""
+    """HolmesStrategy's arguments in a trainer's strategy setting, without arguments that have their default values."""
     if strategy in (None, "auto", "holmes"):
         return {}
     named = strategy if isinstance(strategy, str) else strategy.get("class_path")
@@ -206,9 +207,9 @@ def _size(module: LightningModule) -> int:
 
 
 def parse_batch_shape(text: str) -> Any:
-    """ "4x3x224x224" or "input_ids=4x2048:int64,labels=4x2048:int64": a batch of empty tensors of these shapes.
+    """Make a batch of zeros from shapes such as "4x3x224x224" or "input_ids=4x2048:int64,labels=4x2048:int64".
 
-    The first number is the samples. Without a type, a shape is float32.
+    The first number of a shape is the number of samples. Without a type, a tensor is float32.
     """
     parts = text.split(",")
     if len(parts) == 1 and "=" not in text:
@@ -237,7 +238,7 @@ def _empty(shape: str, text: str) -> torch.Tensor:
 
 
 def _build(build: Callable[[], LightningModule]) -> LightningModule:
-    """The module without weights, where it can be built so; else as it builds itself (from_pretrained)."""
+    """Build the module without weights if that is possible, otherwise with weights (from_pretrained)."""
     try:
         return build_fake(build)
     except ConfigurationError:
@@ -247,7 +248,7 @@ def _build(build: Callable[[], LightningModule]) -> LightningModule:
 
 
 def _cast(module: LightningModule, dtype: torch.dtype) -> None:
-    """Give what computes in floating point this type, also where nothing has values, which ``Module.to`` cannot change."""
+    """Convert floating-point parameters and buffers to this type, also tensors without values, which ``Module.to`` cannot convert."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
@@ -261,7 +262,7 @@ def _cast(module: LightningModule, dtype: torch.dtype) -> None:
 
 
 def configured(model: LightningModule) -> LightningModule:
-    """The same module after setup and configure_model, which a trainer calls once whatever ``__init__`` has built.
+    """Call the module's setup and configure_model, as a trainer does, and return the module. A setup that fails is left out with a warning.
 
     Raises:
         UnsupportedModuleError: configure_model needs the device mesh of a run.
@@ -314,7 +315,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _context(precision: str) -> Callable[[], AbstractContextManager[Any]] | None:
     if precision in ("bf16-mixed", "16-mixed"):
-        return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes, whichever of the two it is
+        return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes with both types
     return None
 
 
@@ -344,7 +345,7 @@ def _training(
     devices: Sequence[DeviceType],
     batch_samples: int,
 ) -> Training:
-    """What the strategy's arguments make of a step, as in a run; a rank's own time as far as it can be measured here."""
+    """Make the Training of a step from the strategy's arguments, as in a run; times are measured if the plan is for this machine."""
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
     byte_s = own_s = 0.0
@@ -369,8 +370,8 @@ def _training(
 
 
 def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
-    """The strategy with those of the arguments that a prediction knows, which it checks; its plan file, if it has one, and the topology,
-    which may have optimizer nodes."""
+    """Make a strategy, which checks its arguments, with the arguments that affect a prediction: those of PlanOptions and
+    TrainingOptions, the plan file if there is one, and the topology, which may have optimizer nodes."""
     names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {
         "plan",
         "topology",
@@ -380,7 +381,7 @@ def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
 
 
 def _check_given_plan(path: str, cost_model: CostModel) -> None:
-    """Refuse a plan file as fit would. Raises ConfigurationError with the difference."""
+    """Refuse a plan file that fit would refuse. Raises ConfigurationError with the differences."""
     plan, topology, model = Plan.load(path), cost_model.network.topology, cost_model.model
     check_plan(
         plan,
@@ -395,10 +396,10 @@ def _check_given_plan(path: str, cost_model: CostModel) -> None:
 
 
 def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptions) -> Plan:
-    """The best plan as a run's plan, which the strategy takes as a file.
+    """Convert the best plan to a Plan, which the strategy can read from a file.
 
     Args:
-        asked: what the strategy's settings ask for.
+        asked: the options of the strategy's settings.
     """
     best, model, topology = result.best, cost_model.model, cost_model.network.topology
     layout = best.run.layout
@@ -447,7 +448,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
 
 
 def _refuse_bare_stages(output: str, asked: PlanOptions) -> None:
-    """Refuse to write a plan that no run can have. Raises ConfigurationError."""
+    """Refuse to write a plan that has a stage without layers, since no run can use it. Raises ConfigurationError."""
     counts = () if isinstance(asked.partition, str) else tuple(asked.partition)
     if 0 in counts:
         raise ConfigurationError(
@@ -457,7 +458,7 @@ def _refuse_bare_stages(output: str, asked: PlanOptions) -> None:
 
 
 def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
-    """Samples of a batch of all replicas, as fit would have them: the loader's for each replica of the configured layout."""
+    """Samples of a batch over all replicas, as in fit: the loader's samples for each replica of the configured layout."""
     size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
     if size == "auto":
         size, _ = choose_pipeline_size(topology, tensor)
@@ -465,10 +466,10 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
 
 
 def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layers: int) -> SearchSpace:
-    """What the search may choose: whatever the strategy's settings leave open; nothing where they name a plan file."""
+    """The search space: the choices that the strategy's settings leave open; the plan's own choices if they name a plan file."""
     tensor = (asked.tensor_parallel_size,) if asked.tensor_parallel_size > 1 or is_plan else None
     size = asked.pipeline_parallel_size
-    if is_plan and asked.partition == "uniform":  # of the whole module, on one stage
+    if is_plan and asked.partition == "uniform":  # a plan for a module that is not split, on one stage
         asked = replace(asked, partition=(num_layers,))
     return space_of(
         asked,
@@ -480,7 +481,7 @@ def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layer
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Refuse a file that cannot be written before time is spent. Raises ConfigurationError."""
+    """Raise ConfigurationError early for a file that cannot be written: an unknown plot format, or a missing folder."""
     if path is not None and option == "--plot" and Path(path).suffix.lower() not in PLOT_FORMATS:
         raise ConfigurationError(f"{option}={path!r}: the file's name must end in {' or '.join(PLOT_FORMATS)}")
     if path is not None and not Path(path).absolute().parent.is_dir():

@@ -1,9 +1,9 @@
-"""What a run that is planned computes on: the devices of its hosts, and the precision of its products.
+"""The devices of the hosts of a planned run, and the precision of its matrix products.
 
     precision_of({"precision": "bf16"})                        # "bf16-mixed"
     find_devices("east:A100-80GB;west:T4", topology, "flops")  # a DeviceType for each host
 
-They come from the command line, the topology file and the trainer's settings. How fast the types are is plan/device_type.py's.
+They are read from the command line, the topology file and the trainer's settings. plan/device_type.py has the speeds of the types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.device_type import Precision as Kind
 
 THIS_MACHINE = "this machine's process"
-"""The name of the device type that --profile measure has measured, where no other is named."""
+"""The name of the device type measured by --profile measure, if no device type is given."""
 
 KINDS: dict[str, Kind] = {
     "32-true": "fp32",
@@ -33,17 +33,17 @@ KINDS: dict[str, Kind] = {
     "16-mixed": "half",
     "bf16-mixed": "half",
 }
-"""Of matrix products, by Lightning's name of a precision."""
+"""The precision of matrix products, by Lightning's name of a precision."""
 
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 _PLUGINS = (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
 
 
 def precision_of(trainer: Mapping[str, Any]) -> str:
-    """Lightning's name of the precision that these trainer settings ask for, by ``precision`` or by ``plugins``; one of KINDS.
+    """Lightning's name of the precision in these trainer settings, from ``precision`` or ``plugins``; one of KINDS.
 
     Raises:
-        ConfigurationError: it is one whose products and bytes are not known here, or is asked for twice.
+        ConfigurationError: the precision is not one of KINDS, or it is given twice.
     """
     given = trainer.get("precision")
     name = "32-true" if given is None else _SHORT.get(str(given), str(given))
@@ -68,7 +68,7 @@ def precision_of(trainer: Mapping[str, Any]) -> str:
 
 
 def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
-    """The class of a precision plugin, made or told by class_path and init_args, and its precision; None for other plugins."""
+    """(class name, precision) of a precision plugin, given as an object or by class_path and init_args; None for other plugins."""
     made, arguments = plugin, {}
     if hasattr(plugin, "get") and plugin.get("class_path"):
         module, _, name = str(plugin["class_path"]).rpartition(".")
@@ -85,14 +85,14 @@ def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
 
 
 def find_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
-    """A device type for each host: the file's, or its cluster's.
+    """Return the device type of each host: the host's in the topology file, or its cluster's.
 
     Args:
-        device_type: as --device_type gives it.
+        device_type: the value of --device_type.
         unit: of the model's costs: "flops", or "seconds" on this machine.
 
     Raises:
-        ConfigurationError: types that are missing, named twice or not known, or of unlike speed where seconds are those of one.
+        ConfigurationError: a type is missing, given twice or not known; or types have different speeds and unit is "seconds".
     """
     own = [host.device_type for host in topology.hosts]
     if None not in own:
@@ -118,7 +118,7 @@ def find_devices(device_type: str | None, topology: Topology, unit: str) -> tupl
 
 
 def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
-    """A device type for each cluster."""
+    """Return the device type of each cluster."""
     if device_type is None:
         if unit == "flops":
             raise ConfigurationError(
@@ -158,10 +158,10 @@ def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> 
 
 
 def devices_per_host(device_type: str | None, trainer: Mapping[str, Any]) -> int:
-    """trainer.devices as Lightning counts it, where no topology says how many devices a host has.
+    """The number of devices of a host according to trainer.devices, counted as in Lightning, if there is no topology.
 
     Raises:
-        ConfigurationError: it means all devices of a host, of a type that this machine has none of; or is no such setting.
+        ConfigurationError: the setting means all devices of a host and this machine has none, or the setting is invalid.
     """
     devices = trainer.get("devices")
     text = str(devices).strip()
@@ -172,7 +172,7 @@ def devices_per_host(device_type: str | None, trainer: Mapping[str, Any]) -> int
     elif text in ("None", "auto", "-1"):
         count = torch.cuda.device_count()
         if trainer.get("accelerator") == "cpu" or (count == 0 and device_type is None):
-            count = 1  # what Lightning takes on CPUs, and on this machine
+            count = 1  # Lightning's number on CPUs, and the number on this machine
         if count == 0:
             raise ConfigurationError(
                 f"trainer.devices={devices!r} means all devices of a host, and this machine has no {device_type}; give "

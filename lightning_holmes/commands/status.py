@@ -1,8 +1,8 @@
-"""lightning-holmes status: what has happened to the jobs with snapshots of this user on this host.
+"""lightning-holmes status: shows the state and the faults of this user's jobs with snapshots on this host.
 
-For each: whether it trains now, how far it has come, its newest snapshots, and its faults with the seconds that they have cost. It reads what
-the job notes beside its snapshots (HolmesStrategy(snapshot_every_n_steps=...)); without snapshots there is nothing to read, and what a job
-that ended well had here is removed.
+For each job it shows whether it is training now, its last step, its newest snapshots, and its faults with the seconds that they have cost.
+The information comes from a file beside the job's snapshots (HolmesStrategy(snapshot_every_n_steps=...)): there is none without snapshots,
+and it is removed when a job has ended successfully.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from lightning_holmes.checkpoint.history import summary
 from lightning_holmes.checkpoint.snapshot_folder import MEMORY, JobOnHost, jobs_on_host
 from lightning_holmes.errors import ConfigurationError
 
-_SHOWN = 2  # of what several ranks say when they end
+_SHOWN = 2  # of consecutive "failed" events, since several ranks report one failure
 
 
 def main(args: list[str]) -> None:
@@ -37,7 +37,7 @@ def main(args: list[str]) -> None:
 
 
 def describe(job: JobOnHost) -> list[str]:
-    """The lines about one job."""
+    """The output lines for one job."""
     now = time.time()
     lines = [f"{job.path.name}: {'trains' if job.lives else 'does not run'}; {summary(job.events)}"]
     for fit in job.fits:

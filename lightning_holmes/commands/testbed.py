@@ -6,8 +6,8 @@
     lightning-holmes testbed status
     lightning-holmes testbed down
 
-Owns the arguments and the printing; the testbed is lightning_holmes.cluster.testbed's. A testbed stays up between
-commands; --id tells several apart.
+It owns the arguments and the printing; the testbed is in lightning_holmes.cluster.testbed. A testbed stays up between
+commands; --id distinguishes several testbeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TC_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_rate(text: str, *, source: str) -> float:
-    """Bytes per second of a rate as tc writes it (50mbit) or as a topology file does (50 Mbit/s)."""
+    """Convert a rate in tc's notation (50mbit) or a topology file's (50 Mbit/s) to bytes per second. Raises ConfigurationError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower())
     if found:
         return float(found.group(1)) * _TC_UNITS[found.group(2)] / 8
@@ -44,13 +44,13 @@ def parse_rate(text: str, *, source: str) -> float:
 
 
 def show_rate(bandwidth_bytes_per_s: float | None) -> str:
-    """A rate in the largest unit that keeps it above 1."""
+    """Format a rate, in the largest unit that keeps it above 1; "unshaped" if it is not limited."""
     unshaped = bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S
     return "unshaped" if unshaped else bandwidth(bandwidth_bytes_per_s)
 
 
 def main(args: list[str]) -> None:
-    """Run the command line `args`. Raises HolmesError for what the user can mend."""
+    """Run the command line `args`. Raises HolmesError for errors that the user can fix."""
     parser = make_parser()
     command = args.index("--") if "--" in args else len(args)
     options = parser.parse_args(args[:command])
@@ -59,9 +59,11 @@ def main(args: list[str]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; `action` of what it gives is the function to call."""
+    """Make the parser; the parsed options' `action` is the function to call."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--id", default=_DEFAULT_ID, help="tells testbeds apart (default: %(default)s)")
+    shared.add_argument(
+        "--id", default=_DEFAULT_ID, help="name of the testbed, if there are several (default: %(default)s)"
+    )
     parser = argparse.ArgumentParser(
         prog="lightning-holmes testbed",
         description="The hosts of a topology on this machine: namespaces, shaped network cards, a share of the CPU each.",
@@ -71,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     up = actions.add_parser("up", parents=[shared], help="build the testbed of a topology file")
     up.add_argument("file", help="a topology file")
     up.add_argument("--cpu-share", type=float, help="cores of each host, such as 0.45 (default: no limit)")
-    up.add_argument("--cpu-period", type=float, default=0.02, help="seconds in which a share is assigned (0.02)")
+    up.add_argument("--cpu-period", type=float, default=0.02, help="period of the CPU quota in seconds (0.02)")
     up.add_argument("--ethernet", metavar="RATE", help="rate of every Ethernet card, such as 100mbit")
     up.add_argument("--rdma", metavar="RATE", help="rate of every InfiniBand and RoCE card, such as 1gbit")
     up.set_defaults(action=_up)
@@ -90,9 +92,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start COMMAND (a script, or -m and a module) by torchrun, N processes a host (default: its devices)",
     )
-    run.add_argument("--shuffle", action="store_true", help="number the nodes in an order unlike the file's")
-    run.add_argument("--host", action="append", metavar="NAME", help="only on this host; may be given several times")
-    run.add_argument("--timeout", type=float, default=600.0, help="seconds after which all is ended (%(default).0f)")
+    run.add_argument("--shuffle", action="store_true", help="number the nodes in another order than the file's")
+    run.add_argument(
+        "--host", action="append", metavar="NAME", help="run on this host only; may be given several times"
+    )
+    run.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds after which all processes are ended (%(default).0f)"
+    )
     run.set_defaults(action=_run)
 
     change = actions.add_parser("set", parents=[shared], help="change a network card")
@@ -100,9 +106,9 @@ def make_parser() -> argparse.ArgumentParser:
     change.add_argument("change", metavar="rate=RATE | down | up")
     change.set_defaults(action=_set)
 
-    status = actions.add_parser("status", parents=[shared], help="every network card, its rate and its bytes")
+    status = actions.add_parser("status", parents=[shared], help="list every network card with its rate and its bytes")
     status.set_defaults(action=_status)
-    down = actions.add_parser("down", parents=[shared], help="take the testbed down, whatever is left of it")
+    down = actions.add_parser("down", parents=[shared], help="remove the testbed, also a partly removed one")
     down.set_defaults(action=_down)
     return parser
 
@@ -194,5 +200,5 @@ def _print_status(bed: Testbed) -> None:
             f"{status.bytes.received:,}",
             f"{status.bytes.sent:,}",
         )
-    # without a terminal nothing is known of the width: let no column be folded
+    # without a terminal the width is not known: use one at which no column is folded
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,10 +1,10 @@
-"""lightning-holmes tokenize FILES: text as a flat file of tokens, which lightning_holmes.data.TokenFile reads.
+"""lightning-holmes tokenize FILES: writes text as a flat file of tokens, which lightning_holmes.data.TokenFile reads.
 
     lightning-holmes tokenize corpus/ --tokenizer models/llama --output data/train.bin
 
-FILES are files, or folders, which are searched through. A .jsonl file has a document a line, under the key "text"; any
-other file is one document. After each document stands the tokenizer's end-of-text token. Killed in the middle and run again
-with the same command, it goes on where it was.
+FILES are files, or folders, which are searched for files. A .jsonl file has one document per line, under the key "text"; any
+other file is one document. The tokenizer's end-of-text token is written after each document. If the command is interrupted, run
+it again with the same arguments: it continues where it stopped.
 """
 
 import argparse
@@ -29,8 +29,10 @@ def main(args: list[str]) -> None:
     parser.add_argument("files", metavar="FILES", nargs="+", help="text files, .jsonl files, or folders of them")
     parser.add_argument("--tokenizer", required=True, metavar="FOLDER|bytes", help="a Hugging Face folder, or bytes")
     parser.add_argument("--output", type=Path, default=Path("tokens.bin"), metavar="OUT", help="default tokens.bin")
-    parser.add_argument("--text-key", default="text", help="where a line of a .jsonl file has its text; default text")
-    parser.add_argument("--no-end", action="store_true", help="no end-of-text token after documents")
+    parser.add_argument(
+        "--text-key", default="text", help="the key of the text in each line of a .jsonl file; default text"
+    )
+    parser.add_argument("--no-end", action="store_true", help="write no end-of-text token after documents")
     given = parser.parse_args(args)
     if given.output.exists():
         raise ConfigurationError(f"--output={str(given.output)!r} exists already; give a new name, or remove it")

@@ -1,11 +1,10 @@
-"""lightning-holmes topology: what network there is.
+"""lightning-holmes topology: lists a host's network cards, or a job's clusters and links.
 
     lightning-holmes topology                                       # this host's cards
     torchrun --nnodes 4 ... -m lightning_holmes.cli topology        # clusters, links and measured speeds
-    lightning-holmes topology --topology my.yaml --plot my.svg      # what a file says
+    lightning-holmes topology --topology my.yaml --plot my.svg      # the content of a topology file
 
-Options are checked here; finding is the work of cluster/inventory.py, showing that of topology_table.py and
-topology_plot.py.
+Options are checked here; cluster/inventory.py discovers the topology, topology_table.py and topology_plot.py show it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _STORE_TIMEOUT_S = 120.0
 
 
 def make_parser() -> ArgumentParser:
-    """The options of the command."""
+    """Make the parser of the command's options."""
     parser = ArgumentParser(
         prog="lightning-holmes topology",
         description="List this host's network cards; under torchrun, find clusters and measure the links.",
         exit_on_error=False,
     )
-    parser.add_argument("--format", default="table", help=f"How it is printed: {', '.join(FORMATS)}.")
+    parser.add_argument("--format", default="table", help=f"Output format: {', '.join(FORMATS)}.")
     parser.add_argument("--plot", default=None, help="Draw hosts and links into this file, .png or .svg.")
     parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
     parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
@@ -54,10 +53,10 @@ def make_parser() -> ArgumentParser:
 
 
 def main(args: list[str]) -> None:
-    """Run the command. Raises HolmesError for what the user can mend."""
+    """Run the command. Raises HolmesError for errors that the user can fix."""
     options = parse(args)
     if options.plot is not None:
-        check_plot_file(options.plot)  # before anybody waits for measurements
+        check_plot_file(options.plot)  # before the measurements, which take time
     given = Topology.from_yaml(options.topology) if options.topology is not None else None
     rank, world_size = _rank_and_world_size()
     if world_size is not None:
@@ -77,7 +76,7 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Namespace:
-    """The options, checked; ConfigurationError says what to write instead."""
+    """Parse and check the options. Raises ConfigurationError, which says what to write instead."""
     parser = make_parser()
     names = [name for action in parser._actions for name in action.option_strings]
     for arg in args:
@@ -99,7 +98,7 @@ def parse(args: list[str]) -> Namespace:
 
 
 def make_single_host(inventory: HostInventory) -> Topology:
-    """A topology of this host alone, with a device for each GPU: a start for a topology file."""
+    """Make a topology of this host alone, with a device for each GPU (at least one), as a template for a topology file."""
     topology = group_hosts([inventory] * max(1, len(inventory.gpus)))
     (cluster,) = topology.clusters
     hosts = tuple(replace(host, ranks=None) for host in cluster.hosts)
@@ -138,8 +137,8 @@ def _discover(rank: int, world_size: int, given: Topology | None, options: Names
 
 
 def _open_store(rank: int, world_size: int) -> Any:
-    """The job's store at MASTER_ADDR and MASTER_PORT: torchrun's own where it offers it, else rank 0 opens one."""
-    import torch.distributed  # seconds of import, which one host alone does not need
+    """Open the job's store at MASTER_ADDR and MASTER_PORT: torchrun's own if it offers one, else rank 0 creates it."""
+    import torch.distributed  # imported late: it takes seconds, and a single host does not need it
 
     dist: Any = torch.distributed  # the stores are public, but not declared as exported
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -166,7 +165,7 @@ def _open_store(rank: int, world_size: int) -> Any:
 
 
 def _leave_together(store: Any, rank: int, world_size: int) -> None:
-    """Rank 0 may own the store: it goes when all others have read what they need, or after some seconds."""
+    """Let rank 0, which may own the store, wait until all ranks have read from it, for 10 seconds at most."""
     with contextlib.suppress(Exception):
         store.add("left", 1)
         end = time.monotonic() + 10
@@ -175,7 +174,7 @@ def _leave_together(store: Any, rank: int, world_size: int) -> None:
 
 
 def _rank_and_world_size() -> tuple[int, int | None]:
-    """From RANK and WORLD_SIZE, as torchrun sets them; no world size outside a job."""
+    """Rank and world size from torchrun's RANK and WORLD_SIZE; (0, None) outside a job."""
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and world_size is None:
         return 0, None

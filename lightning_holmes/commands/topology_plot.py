@@ -1,4 +1,4 @@
-"""A drawing of a topology: a column of hosts for each cluster below its fabric, and the links between clusters."""
+"""Draws a topology: for each cluster a column of hosts below its network, and the links between clusters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_holmes.errors import ConfigurationError, needs_extra
 
 _COLORS = {"infiniband": "#2a7f3f", "roce": "#b35c00", "ethernet": "#4a6fa5"}
 _UNKNOWN = "#888888"
-_MAX_ROWS = 16  # hosts in a column; of more, the number is written
+_MAX_ROWS = 16  # hosts drawn in a column; for further hosts only their number is written
 _WIDTH, _ROW, _GAP = 3.4, 0.62, 1.6
 
 
 def check_plot_file(path: str) -> None:
-    """Raise ConfigurationError if no drawing can be written there."""
+    """Raise ConfigurationError if no drawing can be written to this file, or matplotlib is missing."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ConfigurationError(f"--plot={path}: give the file a name that ends in .png or .svg")
     if not Path(path).resolve().parent.is_dir():
@@ -59,7 +59,7 @@ def plot_topology(topology: Topology, path: str) -> None:
 
 
 def _draw_cluster(axes: Any, cluster: Cluster, left: float, rows: int) -> None:
-    """The network as a bar on top, a box for each host, lines from each card that is on it to the bar."""
+    """Draw the cluster's network as a bar on top, a box for each host, and a line from each host to the bar."""
     kind = network_of(cluster)
     color = _COLORS.get(kind, _UNKNOWN)
     top = rows * _ROW + 0.45
@@ -91,7 +91,7 @@ def _draw_cluster(axes: Any, cluster: Cluster, left: float, rows: int) -> None:
 
 
 def network_of(cluster: Cluster) -> str:
-    """The kind of the network that a cluster's hosts share: as it is stated, or the fastest that all have a card of."""
+    """The kind of network that a cluster's hosts share: the given one, or the fastest of which all hosts have a card on one fabric."""
     if cluster.fabric is not None:
         return cluster.fabric
     for kind in _COLORS:
@@ -111,7 +111,7 @@ def _box(axes: Any, x: float, y: float, width: float, height: float, *, face: st
 def _write(
     axes: Any, x: float, y: float, text: str, *, size: float = 9, vertical: str = "center", **options: Any
 ) -> None:
-    # $ would start a formula
+    # matplotlib would read $ as the start of a formula
     axes.text(x, y, text.replace("$", r"\$"), ha="center", va=vertical, fontsize=size, zorder=3, **options)
 
 

@@ -1,4 +1,4 @@
-"""Tables of a host's cards and of a topology, and how bandwidths, latencies and ranks are written for people."""
+"""Prints tables of a host's network cards and of a topology, and formats bandwidths, latencies and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_holmes.cluster.topology import Topology
 
 
 def print_host(inventory: HostInventory) -> None:
-    """One host's cards, and its GPUs with their near cards."""
+    """Print one host's network cards, with the GPUs near each, and its GPUs."""
     console = _console()
     console.print(f"host {escape(inventory.name)}")
     ports = {port.name: port for port in inventory.rdma}
@@ -54,7 +54,7 @@ def print_host(inventory: HostInventory) -> None:
 
 
 def print_topology(topology: Topology) -> None:
-    """Clusters with their hosts and cards, speeds, who was not reached, and warnings."""
+    """Print clusters with their hosts and network cards, speeds, unreachable pairs of hosts, and warnings."""
     console = _console()
     table = _table("cluster", "host", "ranks", "NIC", "kind", "rate", "interface", "addresses", "state")
     for cluster in topology.clusters:
@@ -96,7 +96,7 @@ def print_topology(topology: Topology) -> None:
 
 
 def bandwidth(bytes_per_s: float | None) -> str:
-    """200 Gbit/s, 93.4 Mbit/s; ? if not known."""
+    """Format a bandwidth: 200 Gbit/s, 93.4 Mbit/s; ? if not known."""
     if bytes_per_s is None:
         return "?"
     bits = bytes_per_s * 8
@@ -107,7 +107,7 @@ def bandwidth(bytes_per_s: float | None) -> str:
 
 
 def latency(seconds: float | None) -> str:
-    """50 us, 2.1 ms; nothing if not known."""
+    """Format a latency: 50 us, 2.1 ms; empty if not known."""
     if seconds is None:
         return ""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
@@ -117,7 +117,7 @@ def latency(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 5 min, 3 h."""
+    """Format a duration: 12 s, 5 min, 3 h."""
     for unit, factor in (("h", 3600), ("min", 60)):
         if seconds >= factor:
             return f"{seconds / factor:.0f} {unit}"
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-3, 8 for 0, 1, 2, 3, 8."""
+    """Format numbers, sorted: 0, 1, 2, 3, 8 as "0-3, 8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -149,5 +149,5 @@ def _table(*columns: str) -> Table:
 
 def _console() -> Console:
     console = Console(highlight=False)
-    # In a file or a pipe nothing is cut or folded to 80 columns.
+    # in a file or a pipe, do not cut or fold to 80 columns
     return console if console.is_terminal else Console(highlight=False, width=240)

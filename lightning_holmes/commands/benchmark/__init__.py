@@ -1,1 +1,1 @@
-"""What lightning-holmes bench is made of: the workload, the contenders, the worker on each rank, and the report."""
+"""The parts of lightning-holmes bench: the workload, the contenders, the worker on each rank, and the report."""

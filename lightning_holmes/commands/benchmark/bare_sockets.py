@@ -1,6 +1,7 @@
-"""BareSockets: bytes over plain TCP beside a training that communicates nothing: what a step costs whatever is made of the bytes.
+"""BareSockets: transfers bytes over plain TCP during a training without communication, to measure the cost of the transfers alone.
 
-A control for optimizer nodes and for shards. The other end, on the node's host, takes what comes and sends what is asked for:
+A control for optimizer nodes and for sharded parameters. The other end, on the node's host, receives the bytes sent to it and sends
+the number of bytes requested:
 
     python -m lightning_holmes.commands.benchmark.bare_sockets HOST:PORT PROCESSES
 """
@@ -16,19 +17,20 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 FAR_END = "HOLMES_BENCH_FAR_END"
-"""The environment variable that has the other end's HOST:PORT."""
-_COME_S = 120.0  # in which all processes have connected
+"""The environment variable with the other end's HOST:PORT."""
+_COME_S = 120.0  # seconds to wait for each connection of a process
 _CONNECT_S = 60.0
 _PIECE_BYTES = 1 << 20
-_ORDER = struct.Struct("!?Q")  # whether bytes follow, or are asked for; how many
+_ORDER = struct.Struct("!?Q")  # whether bytes follow (True) or are requested (False); how many
 
 
 class BareSockets(Callback):
-    """In each step sends so many bytes and receives so many, both at once and beside what computes; the step ends when they are there.
+    """In each step, sends and receives bytes concurrently with computation; the step ends when all bytes have arrived.
 
     Args:
-        sent_bytes, received_bytes: of a step, which has so many ``batches``.
-        port: on which this process is the other end of one other; None: of none.
+        sent_bytes, received_bytes: per step.
+        batches: the number of batches of a step.
+        port: the port at which this process is the other end of another process; None: it is no other end.
     """
 
     def __init__(self, sent_bytes: int, received_bytes: int, *, batches: int, port: int | None = None) -> None:
@@ -45,7 +47,7 @@ class BareSockets(Callback):
         self._threads = ThreadPoolExecutor(2)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a step."""
+        """Start the transfers at the first batch of a step."""
         if batch_idx % self._batches == 0:
             sent, received = self._num_bytes
             self._works = [
@@ -56,28 +58,28 @@ class BareSockets(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End it."""
+        """Wait for the transfers at the last batch of a step."""
         if (batch_idx + 1) % self._batches == 0:
             for work in self._works:
                 work.result()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The other end is told by the closed connections."""
+        """Close the connections, which ends the other end."""
         self._threads.shutdown()
         self._out.close()
         self._in.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The process before this one may have a step to go."""
+        """Wait until the process that uses this one as its other end has finished its last step."""
         if self._port is not None:
             self._serving.join()
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
-    """To the other end, which may still be starting.
+    """Connect to the other end, which may still be starting.
 
     Raises:
-        OSError: it has not come.
+        OSError: the other end does not accept connections within _CONNECT_S.
     """
     for _ in range(int(_CONNECT_S / 0.5)):
         try:
@@ -88,7 +90,7 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 def send(connection: socket.socket, num_bytes: int) -> None:
-    """So many bytes, which the other end throws away, and says when it has them.
+    """Send bytes, which the other end discards, and wait until it confirms that it has received them.
 
     Raises:
         ConnectionError: the other end is gone.
@@ -99,7 +101,7 @@ def send(connection: socket.socket, num_bytes: int) -> None:
 
 
 def ask(connection: socket.socket, num_bytes: int) -> None:
-    """For so many bytes, which come.
+    """Request bytes and receive them.
 
     Raises:
         ConnectionError: the other end is gone.
@@ -109,17 +111,17 @@ def ask(connection: socket.socket, num_bytes: int) -> None:
 
 
 def give(connection: socket.socket, num_bytes: int) -> None:
-    """So many bytes."""
+    """Send num_bytes zeros."""
     piece = bytes(_PIECE_BYTES)
     for start in range(0, num_bytes, _PIECE_BYTES):
         connection.sendall(memoryview(piece)[: num_bytes - start])
 
 
 def take(connection: socket.socket, num_bytes: int) -> None:
-    """What comes, as many bytes.
+    """Receive and discard num_bytes bytes.
 
     Raises:
-        ConnectionError: it ends before.
+        ConnectionError: the connection ends before.
     """
     piece = bytearray(_PIECE_BYTES)
     while num_bytes:
@@ -130,7 +132,7 @@ def take(connection: socket.socket, num_bytes: int) -> None:
 
 
 def serve(address: tuple[str, int], num_processes: int) -> None:
-    """The other end, until all processes, with two connections each, have closed them."""
+    """Run the other end until all processes, which have two connections each, have closed them."""
     with socket.create_server(address, backlog=2 * num_processes) as listener:
         listener.settimeout(_COME_S)
         threads = []

@@ -1,4 +1,4 @@
-"""What a benchmark found: as a table, as JSON and as a bar chart.
+"""The results of a benchmark, as a table, as JSON and as a bar chart.
 
 report = Report(...)
 report.print()
@@ -26,13 +26,13 @@ _MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one contender gave.
+    """The result of one contender.
 
-    rank_steps_s holds each rank's seconds a step, of all rounds. ethernet_bytes and fast_bytes are what a host sent in
-    a step on its cards, received_bytes what it received on all, the largest of all hosts; peak_bytes the most memory that a
-    rank's process held. plans are how Holmes ran the steps, in words, one for each run. seconds_by_kind is where a step of
-    Holmes went, the mean of the ranks, if its timeline was taken. problem says why there are no figures; can_run is False where the
-    network is not one for this contender.
+    rank_steps_s: for each rank, the seconds of each step, of all rounds. ethernet_bytes, fast_bytes: bytes per step that a host sent on
+    its Ethernet and on its other cards; received_bytes: bytes per step received on all cards; each the largest of all hosts. peak_bytes:
+    the largest peak memory of a rank's process. plans: for each run of Holmes, its schedule and layers in words. seconds_by_kind: the
+    seconds of a Holmes step by kind, averaged over ranks, if a timeline was recorded. problem: why results are missing. can_run: False
+    if the contender cannot run on this network.
     """
 
     name: str
@@ -49,21 +49,21 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether it ran, and not to its end."""
+        """Whether the contender could run, but no run succeeded."""
         return self.can_run and not self.rank_steps_s
 
     @property
     def step_s(self) -> float | None:
-        """The slowest rank's median step."""
+        """The median step of the slowest rank, in seconds; None without results."""
         return max(map(statistics.median, self.rank_steps_s)) if self.rank_steps_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All contenders of one run, and where and how it was."""
+    """The results of all contenders, with the network, the command and facts about the machine."""
 
     results: list[Result]
-    floor: str  # the name of the contender that is the yardstick
+    floor: str  # the name of the contender to which speeds are relative
     network: str
     command: str
     facts: dict[str, Any]
@@ -71,8 +71,8 @@ class Report:
 
     @property
     def floor_s(self) -> float | None:
-        """Seconds of a step without communication: of the slowest rank, or, where hosts have unlike shares of the
-        processor, as if each had as much of the work as it is fast."""
+        """Seconds of a step without communication: of the slowest rank or, if hosts have unequal CPU shares,
+        as if the work were distributed in proportion to their speeds."""
         floor = next((result for result in self.results if result.name == self.floor), None)
         if floor is None or floor.step_s is None or not self.unlike_hosts:
             return None if floor is None else floor.step_s
@@ -85,7 +85,7 @@ class Report:
         return self.floor_s / result.step_s
 
     def print(self) -> None:
-        """The table, how Holmes ran, and what did not run."""
+        """Print the table, the plans of Holmes, and the problems."""
         table = Table(title=self.network)
         table.add_column("contender")
         for title in ("seconds a step", "share of the floor", "Ethernet MB a step", "fast MB a step", "peak RSS MB"):
@@ -103,7 +103,7 @@ class Report:
                 f"{result.fast_bytes / _MEGABYTE:.1f}",
                 f"{result.peak_bytes / _MEGABYTE:.0f}",
             )
-        # without a terminal nothing is known of the width: let no column be folded
+        # without a terminal the width is not known: use one at which no column is folded
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
         watched = [result for result in self.results if result.seconds_by_kind]
@@ -116,7 +116,7 @@ class Report:
                 console.print(f"{result.title}: {result.problem}", markup=False, highlight=False)
 
     def as_data(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The whole report as plain data for JSON."""
         return {
             "network": self.network,
             "command": self.command,
@@ -128,7 +128,7 @@ class Report:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write bench.json and bench.png; their paths."""
+        """Write bench.json and bench.png; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(json.dumps(self.as_data(), indent=2) + "\n")
         return [folder / "bench.json", self._draw(folder / "bench.png")]
@@ -182,22 +182,22 @@ def _kinds_table(results: Sequence[Result]) -> Table:
 
 
 def _exposed_shares(seconds: Mapping[str, float]) -> tuple[float, float]:
-    """What is waited of the computing time, which is a pipeline's bubble where transfers are hidden; and all that is exposed, of
-    the step."""
+    """(waiting as a share of the computing time, which is a pipeline's bubble if transfers are overlapped; waiting plus reductions as a
+    share of the step)."""
     computed = seconds["forward"] + seconds["backward"]
     exposed = seconds["wait"] + seconds["reduce"]
     return seconds["wait"] / (computed or 1.0), exposed / (sum(seconds.values()) or 1.0)
 
 
 def mean_by_kind(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The means of seconds by kind, of ranks or of runs; empty where one has none."""
+    """Average seconds by kind over ranks or runs; empty if one of them has none."""
     if not found or not all(found):
         return {}
     return {kind: statistics.fmean(seconds[kind] for seconds in found) for kind in found[0]}
 
 
 def show_seconds(seconds: float) -> str:
-    """Three digits that count."""
+    """Format seconds with three significant digits, but two decimals from 1 second on."""
     return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3g}"
 
 

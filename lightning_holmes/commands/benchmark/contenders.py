@@ -33,7 +33,7 @@ from lightning_holmes.strategy import HolmesStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkJob:
-    """What a contender may know: the network as it is, the processes, and what is trained."""
+    """The input of a contender: the topology, the processes, and the workload."""
 
     topology: Topology
     processes_per_host: int
@@ -41,12 +41,12 @@ class BenchmarkJob:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of all clusters."""
+        """The number of hosts of all clusters."""
         return len(self.topology.hosts)
 
     @property
     def world_size(self) -> int:
-        """Processes of all hosts."""
+        """The number of processes of all hosts."""
         return self.num_hosts * self.processes_per_host
 
 
@@ -59,17 +59,18 @@ class Contender:
         title: in the table.
         make_strategy: the Trainer's strategy, made on every rank.
         make_module: the model.
-        accumulates: microbatches are batches of an accumulation window; else the strategy cuts a batch.
-        alone: each process trains by itself, on its part of the batch.
-        gloo_on_ethernet: GLOO_SOCKET_IFNAME names the Ethernet card, as a careful user would set it.
-        fast_everywhere: Ethernet is made as fast as the fast cards.
-        optimizer_nodes: so many hosts beside the others hold parameters and optimizer states.
-        carried: with such a host, and no optimizer node on it: passes over the parameters that each process sends there, and receives
-            from there, in a step, over bare sockets.
-        exchanged: passes over the parameters, less the part that is its own, that each process sends to the next one in a step, likewise.
-        node_order: the hosts in the order of their node ranks; None: at random.
-        env: what its processes are told by the environment, beside what all are.
-        why_not: why it cannot run on this network; None: it can.
+        accumulates: microbatches are batches of a gradient accumulation window; otherwise the strategy splits a batch.
+        alone: each process trains independently, on its part of the batch.
+        gloo_on_ethernet: GLOO_SOCKET_IFNAME is set to the Ethernet card, as a careful user would do.
+        fast_everywhere: Ethernet is as fast as the RDMA cards.
+        optimizer_nodes: number of additional hosts that hold parameters and optimizer states.
+        carried: (sent, received): how many times the bytes of all parameters each process sends to, and receives from, an additional
+            host in a step, over bare sockets and without an optimizer node.
+        exchanged: how many times the bytes of all parameters, without the process's own share, each process sends to the next process
+            in a step, over bare sockets.
+        node_order: the hosts in the order of their node ranks; None: random.
+        env: environment variables of its processes, in addition to those of all contenders.
+        why_not: returns why it cannot run on this network; None: it can.
     """
 
     name: str
@@ -89,9 +90,9 @@ class Contender:
 
 
 class Fp16DDPStrategy(DDPStrategy):
-    """DDPStrategy with torch's hook that halves the bytes of an all-reduce.
+    """DDPStrategy with torch's fp16_compress_hook, which halves the bytes of an all-reduce.
 
-    Lightning's ddp_comm_hook is passed over, without a word, on anything but CUDA (2.6, `_register_ddp_hooks`).
+    Lightning silently ignores ddp_comm_hook on any device other than CUDA (2.6, `_register_ddp_hooks`).
     """
 
     def configure_ddp(self) -> None:
@@ -101,10 +102,10 @@ class Fp16DDPStrategy(DDPStrategy):
 
 
 class CPUDeepSpeedStrategy(DeepSpeedStrategy):
-    """DeepSpeedStrategy on processors.
+    """DeepSpeedStrategy on CPUs.
 
-    Lightning's refuses any accelerator but CUDA (2.6, `setup_environment`) and wants devices with an index. DeepSpeed itself runs on
-    processors, over gloo, where torch knows of one device only.
+    Lightning's strategy refuses any accelerator other than CUDA (2.6, `setup_environment`) and needs devices with an index. DeepSpeed
+    itself runs on CPUs, over gloo, for which torch has a single device.
     """
 
     @property
@@ -114,11 +115,11 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
-        super(DeepSpeedStrategy, self).setup_environment()  # past the check of the accelerator
+        super(DeepSpeedStrategy, self).setup_environment()  # skip the check of the accelerator
 
 
 class ShardedGPT(GPT):
-    """GPT with each block, and then the rest, sharded over the data-parallel axis by FSDP2."""
+    """GPT with each block, and the remaining parameters, sharded over the data-parallel axis by FSDP2."""
 
     syncs_each_microbatch = True
     reshards = True
@@ -141,13 +142,13 @@ class ShardedGPT(GPT):
 
 
 class UnsyncedGPT(ShardedGPT):
-    """Gradients are reduced after the last microbatch only, and whole until then."""
+    """ShardedGPT whose gradients are reduced after the last microbatch only, and unsharded until then."""
 
     syncs_each_microbatch = False
 
 
 class KeptGPT(UnsyncedGPT):
-    """And parameters stay whole from the first microbatch to the last: FSDP2 that holds everything."""
+    """UnsyncedGPT whose parameters also stay unsharded from the first microbatch to the last."""
 
     reshards = False
 
@@ -165,14 +166,14 @@ def make_deepspeed(job: BenchmarkJob) -> Strategy:
 
 
 def why_not_deepspeed(job: BenchmarkJob) -> str | None:
-    """No dependency of this package has it."""
+    """DeepSpeed must be installed separately: it is not a dependency of this package."""
     if importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install -c constraints.txt deepspeed)"
     return None
 
 
 def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strategy]:
-    """Layered accumulation over all processes, parameters in shards."""
+    """Layered gradient accumulation over all processes, with sharded parameters."""
     return lambda job: HolmesStrategy(
         pipeline_parallel_size=1,
         sharded_parameters=True,
@@ -184,7 +185,7 @@ def make_layered(gradient_sync: str = "auto") -> Callable[[BenchmarkJob], Strate
 def make_with_nodes(
     count: int = 1, *, keeps: bool = False, gradient_sync: str = "auto"
 ) -> Callable[[BenchmarkJob], Strategy]:
-    """Layered accumulation over all processes, parameters and states on optimizer nodes."""
+    """Layered gradient accumulation over all processes, with parameters and optimizer states on optimizer nodes."""
     return lambda job: HolmesStrategy(
         pipeline_parallel_size=1,
         optimizer_nodes=count,
@@ -195,8 +196,8 @@ def make_with_nodes(
 
 
 def make_staged_with_nodes(job: BenchmarkJob) -> Strategy:
-    """Stages by turns in each cluster, and an optimizer node there: three a rank, as far as the layers go, since one waits for the other's
-    whole share of the layers at the beginning of each step."""
+    """Stages alternate between the clusters, with an optimizer node in each. Three stages per rank if there are enough layers: with one,
+    a rank would wait for the other's whole share of the layers at the beginning of each step."""
     clusters = len(job.topology.clusters)
     return HolmesStrategy(
         pipeline_parallel_size=clusters,
@@ -208,22 +209,22 @@ def make_staged_with_nodes(job: BenchmarkJob) -> Strategy:
 
 
 def why_not_staged(job: BenchmarkJob) -> str | None:
-    """It needs a node for each of two clusters."""
+    """The staged contender needs two clusters, with an optimizer node for each."""
     return None if len(job.topology.clusters) == 2 else "needs two clusters"
 
 
 def why_not_exchanged(job: BenchmarkJob) -> str | None:
-    """Processes of one host would listen on one port."""
+    """Exchanging contenders need one process per host: several would listen on the same port."""
     return None if job.processes_per_host == 1 else "needs one process a host"
 
 
 def in_order(job: BenchmarkJob) -> list[str]:
-    """Rank 0 on the first host: optimizer nodes are told where it is."""
+    """The hosts in topology order, with rank 0 on the first host, whose address optimizer nodes are given."""
     return [host.name for host in job.topology.hosts]
 
 
 def make_breadth_first(job: BenchmarkJob) -> Strategy:
-    """A pipeline of all processes, a layer a stage as far as they divide, all microbatches through one before the next."""
+    """A breadth-first pipeline of all processes, with one layer per stage if the number of layers is divisible by the world size."""
     return HolmesStrategy(
         pipeline_parallel_size=job.world_size,
         schedule="breadth_first",
@@ -234,7 +235,7 @@ def make_breadth_first(job: BenchmarkJob) -> Strategy:
 
 
 def make_pipeline_with_zero1(job: BenchmarkJob) -> Strategy:
-    """Two stages, 1F1B, optimizer states in shards."""
+    """Two stages with 1F1B and, if there are replicas, a sharded optimizer."""
     return HolmesStrategy(
         pipeline_parallel_size=2,
         schedule="1f1b",
@@ -244,16 +245,16 @@ def make_pipeline_with_zero1(job: BenchmarkJob) -> Strategy:
 
 
 def hosts_of_blind_stages(job: BenchmarkJob) -> list[list[str]]:
-    """The hosts of each stage of a pipeline blind to network cards: stage s holds the s-th host of every cluster.
+    """The hosts of each stage of a pipeline that ignores network cards: stage s is on the s-th host of every cluster.
 
-    That is where Megatron-LM's numbering puts them (pipeline ranks N/p apart) when the launcher numbers the nodes of two
-    clusters in turn.
+    Megatron-LM's numbering (pipeline ranks N/p apart) places stages like this if the launcher numbers the nodes of two
+    clusters alternately.
     """
     return [[host.name for host in hosts] for hosts in zip(*(c.hosts for c in job.topology.clusters), strict=True)]
 
 
 def make_blind_strategy(job: BenchmarkJob) -> Strategy:
-    """The stages are given as if they were clusters, of hosts without fast cards."""
+    """A strategy whose topology has a cluster for each of these stages, of hosts without network cards."""
     clusters = tuple(
         Cluster(name=f"stage{stage}", hosts=tuple(Host(name=name, devices=job.processes_per_host) for name in names))
         for stage, names in enumerate(hosts_of_blind_stages(job))
@@ -262,15 +263,15 @@ def make_blind_strategy(job: BenchmarkJob) -> Strategy:
 
 
 def why_not_blind(job: BenchmarkJob) -> str | None:
-    """It needs clusters of one size, with two hosts or more."""
+    """The blind contender needs clusters of equal size, with two hosts or more."""
     sizes = {len(cluster.hosts) for cluster in job.topology.clusters}
     return "needs clusters of one size with two hosts or more" if len(sizes) != 1 or sizes == {1} else None
 
 
 _holmes = functools.partial(Contender, accumulates=False, gloo_on_ethernet=False)
-"""This package cuts a batch itself, and finds cards itself."""
+"""A Holmes contender: the strategy splits a batch and finds network cards itself."""
 _with_nodes = functools.partial(_holmes, node_order=in_order)
-"""Likewise, with optimizer nodes."""
+"""A Holmes contender with optimizer nodes."""
 _BESIDE = "no communication, beside bare sockets that carry"
 _bare_sockets = functools.partial(
     Contender,
@@ -278,10 +279,10 @@ _bare_sockets = functools.partial(
     alone=True,
     node_order=in_order,
 )
-"""A control: each process trains by itself beside so many bytes."""
+"""A control: each process trains independently while bytes are transferred over bare sockets."""
 
 _ALL = (
-    # no way of training on these hosts computes less, and none waits less
+    # the lower bound: no way of training on these hosts computes or waits less
     Contender(
         name="floor",
         title="no communication (the floor)",
@@ -316,7 +317,7 @@ _ALL = (
         name="deepspeed",
         title="DeepSpeed ZeRO-3",
         make_strategy=make_deepspeed,
-        env={"DS_ACCELERATOR": "cpu"},  # else it takes a GPU where there is one
+        env={"DS_ACCELERATOR": "cpu"},  # otherwise it uses a GPU if there is one
         why_not=why_not_deepspeed,
     ),
     _holmes(
@@ -434,16 +435,16 @@ CONTENDERS: dict[str, Contender] = {contender.name: contender for contender in _
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkCase:
-    """A comparison: who takes part, and the network and training where the command line does not say.
+    """A comparison: its contenders, and the defaults of the command line for network and training.
 
     Attributes:
-        hosts: of each cluster.
+        hosts: number of hosts of each cluster.
         ethernet: the rate between clusters.
-        fast: the rate inside them.
-        node_rate: of an optimizer node.
-        node_clusters: the clusters, by number, that have one of the hosts for optimizer nodes each, with cards as their others; ():
-            these hosts are in none, and have Ethernet.
-        cpu_share, node_cpu_share: cores of each host, and of each optimizer node; None: as many.
+        fast: the rate inside clusters.
+        node_rate: the rate of an optimizer node.
+        node_clusters: the indices of the clusters that each have one of the hosts for optimizer nodes, with the same cards as the
+            cluster's other hosts; (): these hosts are in no cluster, and have Ethernet only.
+        cpu_share, node_cpu_share: cores of each host, and of each optimizer node; None: as many as a host.
     """
 
     contenders: tuple[str, ...]
@@ -489,7 +490,7 @@ CASES = {
         microbatches=4,
         cpu_share=0.36,
     ),
-    # the nodes' links are the limit
+    # the optimizer nodes' links are the bottleneck
     "optimizer-node-count": BenchmarkCase(
         contenders=("floor", "optimizer-node", "optimizer-nodes-2", "optimizer-nodes-4"),
         hosts=(4,),
@@ -509,7 +510,7 @@ CASES = {
         microbatches=4,
         cpu_share=0.3,
     ),
-    # what computing loses to a network that processors carry, and what breadth-first order among the candidates of "auto" gives
+    # how much a network that processors carry slows computation, and what breadth-first order among the candidates of "auto" gains
     "limits": BenchmarkCase(contenders=("floor", "sockets-once", "holmes", "holmes-depth-first")),
     "breadth-first": BenchmarkCase(
         contenders=("floor", "breadth-first", "zero1"), hosts=(4,), ethernet="1gbit", microbatches=4

@@ -1,10 +1,10 @@
-"""Held against measurements: training runs whose step the strategy predicts when it starts, and then measures.
+"""Training runs for comparing predictions with measurements: the strategy predicts a step at the start, which is then measured.
 
     beds = PREDICTION_BEDS
     beds[0].cases[0].strategy_arguments()
 
-Owns the beds (hosts, their shares of a core, rates) and the cases (model, batch, schedule, partition). Every case profiles the
-layers on the hosts themselves, before its first step; nothing is fitted to what is then measured.
+It defines the beds (hosts, CPU shares, rates) and the cases (model, batch, schedule, partition). Every case profiles the
+layers on the hosts themselves, before its first step; nothing is fitted to the measured steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from lightning_holmes.commands.benchmark.workload import Workload
 
 PROGRESS = "bench:"
-"""What the lines of a worker begin with that `bench` passes on."""
+"""The prefix of a worker's output lines that `bench` prints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionCase:
-    """One run: name, what is trained, and HolmesStrategy's arguments beside the topology.
+    """One run: its name, the workload, and HolmesStrategy's arguments.
 
-    arguments: as written, and with the defaults of the strategy for what is not.
+    arguments: all except the topology; missing arguments have the strategy's defaults.
     """
 
     name: str
@@ -34,7 +34,7 @@ class PredictionCase:
 class PredictionBed:
     """A testbed and the runs on it, one after another in the same processes.
 
-    hosts: of each cluster. cpu_shares: cores of the hosts of each cluster. fast, ethernet: rates as tc writes them.
+    hosts: number of hosts of each cluster. cpu_shares: cores of a host, for each cluster. fast, ethernet: rates in tc's notation.
     """
 
     name: str
@@ -63,7 +63,7 @@ _WIDE = _workload(256, 8, batch=16)
 
 
 def _case(name: str, workload: Workload, *, num_chunks: int = 1, **arguments: Any) -> PredictionCase:
-    """1f1b unless it is said otherwise."""
+    """Make a case with 1f1b (interleaved_1f1b with several chunks) unless the arguments name a schedule."""
     schedule = "1f1b" if num_chunks == 1 else "interleaved_1f1b"
     arguments = {"schedule": schedule, "num_chunks": num_chunks, **arguments}
     return PredictionCase(name=name, workload=workload, arguments=arguments)
@@ -102,7 +102,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
         hosts=(1, 1),
         cpu_shares=(0.9, 0.9),
         fast="1gbit",
-        ethernet="50mbit",  # transfers are large beside the 80 kB that the testbed's shaping lets through at once
+        ethernet="50mbit",  # transfers are large compared to the 80 kB burst of the testbed's rate limit
         cases=(
             _case("slow link, 1f1b, 2", _LONG, partition="uniform", num_microbatches=2),
             _case("slow link, 1f1b, 4", _LONG, partition="uniform", num_microbatches=4),
@@ -124,7 +124,7 @@ PREDICTION_BEDS: tuple[PredictionBed, ...] = (
     ),
 )
 
-_SWEPT = _workload(192, 10, batch=16)  # neighbouring partitions differ by less than a few steps tell
+_SWEPT = _workload(192, 10, batch=16)  # neighbouring partitions differ by less than a few steps can show
 _ALL = tuple(
     _case(f"{first}, {10 - first}", _SWEPT, partition=[first, 10 - first], num_microbatches=8) for first in range(1, 10)
 )
@@ -138,6 +138,6 @@ PARTITION_BED = PredictionBed(
     cpu_shares=(0.9, 0.45),
     fast="1gbit",
     ethernet="100mbit",
-    # what is compared runs at several times, so that a machine that slows down for a minute, or is quick for one, does not decide
+    # the compared cases run several times, so that a machine that is slow or fast for a minute does not decide the result
     cases=(*_CHOSEN, *_ALL[4:], *_CHOSEN, *_ALL[5:], *_ALL[:4], *_CHOSEN, *_ALL[5:]),
 )

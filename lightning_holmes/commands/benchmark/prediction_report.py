@@ -1,7 +1,7 @@
-"""What predicted runs gave: a table, JSON that later runs add to, and a scatter plot of predicted against measured.
+"""The results of predicted runs: a table, JSON to which later runs are added, and a scatter plot of predicted and measured steps.
 
 report = PredictionReport.load(folder, facts)
-report.add(bed_name, results)
+report.add(runs)
 report.print()
 report.write(folder)
 """
@@ -25,15 +25,15 @@ from lightning_holmes.commands.benchmark.bench_report import load_figure_class, 
 
 _FILE = "predictions"
 _APART = 1.1  # plans that differ by more in measurement must be predicted in the same order
-_MEDIAN, _WORST = 0.08, 0.20  # aims: errors at the most
+_MEDIAN, _WORST = 0.08, 0.20  # aims: the largest allowed errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRun:
-    """One run. model: its size and batch, for plans of one task. round: of several runs of a plan. schedule: with its number of
-    microbatches; runs of one bed and model with the same layers and schedule are runs of one plan, whatever asked for it.
+    """One run. model: size and batch of the model, in words. round: the number of this run of several runs of a case. schedule: with its
+    number of microbatches; runs of one bed and model with the same layers and schedule are runs of one plan, whichever case they belong to.
 
-    measured_s: the lower quartile of the slowest rank's steps: what else runs on the machine only adds to a step.
+    measured_s: the lower quartile of the slowest rank's steps, since other work on the machine only makes steps longer.
     """
 
     bed: str
@@ -47,25 +47,25 @@ class PredictedRun:
 
     @property
     def plan(self) -> tuple[str, ...]:
-        """The same for runs of one plan; by name where the schedule is not known."""
+        """A key that is equal for runs of one plan; by name if the schedule is not known."""
         return (self.bed, self.model, str(self.layers), self.schedule) if self.schedule else (self.bed, self.name)
 
     @property
     def error(self) -> float:
-        """Relative, positive where the prediction was too slow."""
+        """The relative error, positive if the predicted step was too long."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(slots=True, kw_only=True)
 class PredictionReport:
-    """All runs so far; facts about the machine and the command of the last ones."""
+    """All runs so far, and facts about the machine and the command of the last runs."""
 
     runs: list[PredictedRun] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path, facts: dict[str, Any]) -> PredictionReport:
-        """What stands in a folder, to be added to; nothing if there is nothing."""
+        """Read the report in a folder, to add runs to it; an empty report if there is none."""
         path = folder / f"{_FILE}.json"
         if not path.exists():
             return cls(facts=facts)
@@ -74,13 +74,13 @@ class PredictionReport:
         return cls(runs=[PredictedRun(**{**run, "layers": tuple(run["layers"])}) for run in runs], facts=facts)
 
     def add(self, runs: Sequence[PredictedRun]) -> None:
-        """Add runs; those of a plan that stand already are replaced."""
+        """Add runs; earlier runs with the same bed and name are replaced."""
         new = {(run.bed, run.name) for run in runs}
         self.runs = [run for run in self.runs if (run.bed, run.name) not in new] + list(runs)
 
     def case_errors(self) -> list[float]:
-        """Of each case the median of its rounds' errors, with its sign: a machine that others use is slower while a round is
-        predicted than while it runs, or the other way about."""
+        """The median of the rounds' signed errors, for each case: on a shared machine, a round may be slower while it is
+        predicted than while it runs, or the reverse."""
         rounds: dict[tuple[str, str], list[float]] = {}
         for run in self.runs:
             rounds.setdefault((run.bed, run.name), []).append(run.error)
@@ -88,22 +88,22 @@ class PredictionReport:
 
     @property
     def median_error(self) -> float:
-        """Of the sizes of the cases' errors."""
+        """The median of the absolute values of the cases' errors."""
         return statistics.median(map(abs, self.case_errors()))
 
     @property
     def worst_error(self) -> float:
-        """The size of the largest of the cases' errors."""
+        """The largest absolute value of the cases' errors."""
         return max(map(abs, self.case_errors()))
 
     @property
     def worst_run_error(self) -> float:
-        """The size of the largest error of a single run."""
+        """The largest absolute error of a single run."""
         return max(abs(run.error) for run in self.runs)
 
     def misordered(self) -> list[tuple[PredictedRun, PredictedRun]]:
-        """Pairs of plans for one model on one bed, more than 10 % apart, that are predicted in another order; each with the
-        means of its runs."""
+        """Pairs of plans for one model on one bed that are measured more than 10 % apart and predicted in the wrong order; each plan
+        has the means of its runs."""
         return [
             (one, other)
             for one, other in itertools.permutations(self._plans(), 2)
@@ -138,7 +138,7 @@ class PredictionReport:
         return found
 
     def print(self) -> None:
-        """The table and its summary."""
+        """Print the table and its summary."""
         table = Table(title="Steps, predicted before the first one and measured")
         for title in ("bed", "run", "model", "layers"):
             table.add_column(title)
@@ -164,7 +164,7 @@ class PredictionReport:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write predictions.json and predictions.png; their paths."""
+        """Write predictions.json and predictions.png; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         data = {
             **self.facts,

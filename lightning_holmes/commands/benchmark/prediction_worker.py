@@ -1,8 +1,8 @@
-"""One process of a bed of predicted runs: each case is trained in turn, and what was predicted and measured is written.
+"""One process of a bed of predicted runs: trains each case in turn, and writes the predicted and measured times.
 
     torchrun ... -m lightning_holmes.commands.benchmark.prediction_worker FOLDER
 
-FOLDER holds bed.json, written by `bench`; each rank writes FOLDER/rank<N>.json after every case, and rank 0 a line that
+FOLDER holds bed.json, written by `bench`; after every case each rank writes FOLDER/rank<N>.json, and rank 0 prints a line that
 begins with PROGRESS.
 """
 
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
 
 
 def train(case: dict[str, Any], topology: Topology, num_hosts: int, folder: Path) -> dict[str, Any]:
-    """One case: its steps' seconds and, on rank 0, the prediction and the timeline."""
+    """Train one case; return the seconds of its steps and, on rank 0, the prediction and the timeline."""
     workload = Workload.from_json(case["workload"])
     seed_everything(1, verbose=False)
     clock = StepClock(workload.warmup_steps)

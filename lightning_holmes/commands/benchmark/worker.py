@@ -1,8 +1,8 @@
-"""One process of one contender: trains, and writes down how long its steps took and what its cards sent.
+"""One process of one contender: trains, and writes the times of its steps and the bytes that its network cards sent and received.
 
     torchrun ... -m lightning_holmes.commands.benchmark.worker ddp FOLDER
 
-FOLDER holds job.json, written by `bench`; each rank writes FOLDER/rank<N>.json, and rank 0 the timeline if it is asked for.
+FOLDER holds job.json, written by `bench`; each rank writes FOLDER/rank<N>.json, and rank 0 the timeline if requested.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
 
 TIMELINE = "timeline.json"
-"""The file of a run's timeline, in its folder; the picture lies beside it."""
+"""The file name of a run's timeline; the picture is in the same folder."""
 
 _INTERFACES = Path("/sys/class/net")
 
 
 class StepClock(Callback):
-    """When each step began, and what the cards had sent when the measured steps began and ended.
+    """Records the start of each step, and the network cards' byte counters at the start and end of the measured steps.
 
-    A step, of one batch or several, lasts to the start of the next one. Nothing is synchronised for it.
+    A step, of one batch or several, lasts until the start of the next step. Ranks are not synchronised for it.
     """
 
     def __init__(self, warmup_steps: int, batches: int = 1) -> None:
@@ -84,7 +84,7 @@ def describe_schedule(plan: Plan) -> str:
 
 
 def describe_plan(strategy: Strategy) -> str | None:
-    """How HolmesStrategy ran the steps, in words; None for any other."""
+    """The schedule, layers and prediction of HolmesStrategy, in words; None for any other strategy."""
     if not isinstance(strategy, HolmesStrategy):
         return None
     plan, prediction = strategy.plan, strategy.prediction
@@ -113,7 +113,8 @@ def main(name: str, folder: Path) -> None:
     strategy, callbacks = contender.make_strategy(job), list[Callback]([clock])
     if any(contender.carried):
         num_bytes = [passes * 4 * workload.num_parameters for passes in contender.carried]
-        callbacks.append(BareSockets(*num_bytes, batches=accumulated))  # begins after the clock has looked
+        # after the clock, so that it reads its counters before the transfers start
+        callbacks.append(BareSockets(*num_bytes, batches=accumulated))
     if contender.exchanged:
         sent = contender.exchanged * 4 * workload.num_parameters * (job.world_size - 1) // job.world_size
         callbacks.append(BareSockets(sent, 0, batches=accumulated, port=DEFAULT_PORT))

@@ -26,8 +26,8 @@ _Positive = Annotated[int, Field(ge=1)]
 class Workload:
     """A byte GPT, trained by AdamW in fp32 on the sources of Python's library.
 
-    batch_size is that of the whole job, whatever the number of replicas; each replica's part of it goes through the model in
-    microbatches (1: left to the strategy). The first warmup_steps are not measured.
+    batch_size is the number of samples of a step of the whole job, whatever the number of replicas; each replica's part of it is
+    split into microbatches (1: the strategy decides). The first warmup_steps are not measured.
     """
 
     hidden_size: _Positive = 282
@@ -41,13 +41,13 @@ class Workload:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """What GPT and its descendants are made with."""
+        """The arguments of GPT and its subclasses."""
         names = ("hidden_size", "num_layers", "num_heads", "sequence_length")
         return {name: getattr(self, name) for name in names}
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in GPT(**self.model_arguments).parameters())
 
     def to_json(self) -> str:
@@ -56,14 +56,14 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """The workload that to_json wrote."""
+        """Read what to_json wrote."""
         return read_json(cls, text, source="workload")
 
 
 class SharedBatches(FileBytes):
-    """Real text, in batches that are a replica's part of the whole job's.
+    """Real text, in batches that are a replica's part of the whole job's batch.
 
-    num_replicas is None where the strategy knows it. ``accumulated``: the batches of a step.
+    num_replicas: None to take it from the strategy. accumulated: the number of batches of a step.
     """
 
     def __init__(self, workload: Workload, num_replicas: int | None, accumulated: int = 1) -> None:
